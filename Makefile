@@ -1,0 +1,58 @@
+# Self-contained: every target that needs packages makes .venv first. Safe with -j.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CONSTRAINTS := requirements/ci.txt
+TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
+CODE := tieredkv benches tests tools
+TIEREDKV_CRASHES ?= 500
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-core test-full soak check bench clean
+
+help:
+	@echo 'make demo       verify and measure a replayed workload on a real store'
+	@echo 'make test       check, then all tests'
+	@echo 'make test-core  the tests without the slow ones, a few minutes'
+	@echo 'make test-full  all tests with TIEREDKV_CRASHES=$(TIEREDKV_CRASHES) crashes each (also: soak)'
+	@echo 'make check      lint, format, types, import contracts, size limits'
+	@echo 'make bench      all benches, one JSON object a line'
+	@echo 'make clean      remove .venv and caches'
+
+# torch goes first, alone and pinned: it is the one package with several builds (CPU, CUDA) of
+# one version and a size of gigabytes. Asked for by its exact version, pip takes the build that
+# the index at hand offers; the installation below then finds it satisfied and never trades it
+# for another one. The pin keeps tests and measurements on the same kernels everywhere.
+$(READY): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c $(CONSTRAINTS)
+	touch $@
+
+demo: $(READY)
+	$(BIN)/tieredkv demo
+
+test: check $(READY)
+	$(BIN)/pytest
+
+test-core: $(READY)
+	$(BIN)/pytest -m 'not slow'
+
+test-full soak: export TIEREDKV_CRASHES := $(TIEREDKV_CRASHES)
+test-full soak: check $(READY)
+	$(BIN)/pytest --timeout=3600
+
+check: $(READY)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_sizes.py $(CODE)
+
+bench: $(READY)
+	$(BIN)/python -m benches all --json
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

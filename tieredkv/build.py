@@ -1,0 +1,196 @@
+"""The composition root: from a configuration to tiers, policies, planner and index."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tieredkv.config import (
+    Config,
+    DramConfig,
+    HbmConfig,
+    NvmeConfig,
+    PluginTierConfig,
+    TierConfig,
+)
+from tieredkv.core import Parts
+from tieredkv.errors import CapacityError, PluginError
+from tieredkv.events import EventLog
+from tieredkv.eviction import BUILTIN
+from tieredkv.eviction.base import Admission, EvictionPolicy
+from tieredkv.executor import DaemonExecutor
+from tieredkv.index.durable import DurableIndex
+from tieredkv.planner import Planner
+from tieredkv.plugins import ADMISSIONS, POLICIES, TIERS, load_plugin
+from tieredkv.residency import Level, Residency
+from tieredkv.room import Room
+from tieredkv.tiers.base import Tier
+from tieredkv.tiers.dram import DramTier
+from tieredkv.tiers.hbm import HbmTier
+from tieredkv.tiers.nvme import Directory, NvmeTier
+from tieredkv.types import Fingerprint
+
+log = logging.getLogger(__name__)
+
+WrapTier: TypeAlias = Callable[[Tier], Tier]
+WATERMARK = 64  # free slots that the durable tier keeps ready: one group commit
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The directory of the NVMe tier and its index, open and locked."""
+
+    directory: Directory
+    index: DurableIndex
+
+
+def open_disk(config: Config, fingerprint: Fingerprint) -> Disk | None:
+    """Open what the nvme tier keeps on disk; None without such a tier.
+
+    Raises DirectoryError, DirectoryInUse, FormatError.
+    """
+    tier = nvme_config(config)
+    if tier is None:
+        return None
+    directory = Directory.open(tier.path, fingerprint, config.block_tokens)
+    try:
+        return Disk(directory, DurableIndex(directory.index_path, DaemonExecutor(1, "tieredkv-index")))
+    except BaseException:
+        directory.close()
+        raise
+
+
+def nvme_config(config: Config) -> NvmeConfig | None:
+    last = config.tiers[-1]
+    return last if isinstance(last, NvmeConfig) else None
+
+
+def load_policies(config: Config) -> list[type]:
+    """The policy class of each tier; PluginError if one cannot be loaded."""
+    chosen = [tier.eviction or config.eviction for tier in config.tiers]
+    return [load_plugin(POLICIES, eviction.policy, BUILTIN) for eviction in chosen]
+
+
+def build(config: Config, disk: Disk | None, block_bytes: int, wrap: WrapTier | None) -> Parts:
+    """Tiers and planner for blocks of this size; the index's blocks are adopted.
+
+    Raises CapacityError, ConfigError, PluginError, FormatError; nothing stays open then.
+    """
+    policies = load_policies(config)
+    admission = _admission(config)
+    if disk is not None:
+        disk.index.set_block_bytes(block_bytes)
+    tiers: list[Tier] = []
+    try:
+        for spec in config.tiers:
+            tier = _tier(spec, block_bytes, disk)
+            tiers.append(tier if wrap is None else wrap(tier))
+        planner = _planner(config, tiers, policies, admission, disk, block_bytes)
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    if disk is not None:
+        found = planner.recover(disk.index.load(tiers[-1].slots))
+        log.info("tier %s: recovered %d blocks", tiers[-1].name, found)
+    return Parts(tiers, planner, block_bytes)
+
+
+def _planner(
+    config: Config,
+    tiers: list[Tier],
+    policies: list[type],
+    admission: Admission | None,
+    disk: Disk | None,
+    block_bytes: int,
+) -> Planner:
+    nvme = nvme_config(config)
+    levels = []
+    for spec, tier, policy in zip(config.tiers, tiers, policies, strict=True):
+        eviction = spec.eviction or config.eviction
+        levels.append(
+            Level(
+                tier.name,
+                _policy(policy, eviction.policy, tier.slots * block_bytes, block_bytes, eviction.seed),
+                tier.slots,
+                durable=tier.durable and spec is nvme,
+                accepts=not (spec is nvme and nvme.write == "off"),
+            )
+        )
+    events = EventLog(config.events) if config.events else None
+    residency = Residency(levels, block_bytes, events)
+    return Planner(
+        residency,
+        Room(residency, admission, WATERMARK),
+        boot=disk.index.boot if disk else 0,
+        epoch=disk.index.epoch if disk else 0,
+        through=nvme is not None and nvme.write == "through",
+        promotion_budget=config.promotion.budget / block_bytes,
+    )
+
+
+def _policy(
+    kind: type, name: str, capacity: int, block_bytes: int, seed: int
+) -> EvictionPolicy:
+    try:
+        policy: EvictionPolicy = kind(capacity, block_bytes, seed)
+    except Exception as error:  # foreign code
+        raise PluginError(f"policy {name!r} cannot be constructed: {error}") from error
+    _implements(policy, name, "record", "forget", "victims")
+    return policy
+
+
+def _tier(spec: TierConfig, block_bytes: int, disk: Disk | None) -> Tier:
+    if spec.capacity < block_bytes:
+        raise CapacityError(
+            f"tier {spec.label!r} of {spec.capacity} bytes holds no block of {block_bytes}: "
+            "raise its capacity"
+        )
+    if isinstance(spec, HbmConfig):
+        return HbmTier(spec.label, spec.capacity, block_bytes, spec.device)
+    if isinstance(spec, DramConfig):
+        return DramTier(spec.label, spec.capacity, block_bytes, spec.copy_threads, spec.pin)
+    if isinstance(spec, NvmeConfig):
+        assert disk is not None
+        return NvmeTier(
+            spec.label,
+            disk.directory,
+            block_bytes=block_bytes,
+            capacity=spec.capacity,
+            min_free=spec.min_free,
+            engine=spec.engine,
+            segment_bytes=spec.segment,
+        )
+    assert isinstance(spec, PluginTierConfig)
+    return _plugin_tier(spec, block_bytes)
+
+
+def _plugin_tier(spec: PluginTierConfig, block_bytes: int) -> Tier:
+    kind = load_plugin(TIERS, spec.kind, {})
+    try:
+        tier: Tier = kind(spec.label, spec.capacity, block_bytes, **spec.options)
+    except Exception as error:  # foreign code
+        raise PluginError(f"tier {spec.kind!r} cannot be constructed: {error}") from error
+    _implements(tier, spec.kind, "write", "read", "views", "close", "slots", "inline", "durable")
+    return tier
+
+
+def _admission(config: Config) -> Admission | None:
+    nvme = nvme_config(config)
+    if nvme is None or nvme.admission is None:
+        return None
+    kind = load_plugin(ADMISSIONS, nvme.admission, {})
+    try:
+        admission: Admission = kind()
+    except Exception as error:  # foreign code
+        raise PluginError(f"admission {nvme.admission!r} cannot be constructed: {error}") from error
+    _implements(admission, nvme.admission, "admit")
+    return admission
+
+
+def _implements(plugin: Any, name: str, *members: str) -> None:
+    missing = [member for member in members if not hasattr(plugin, member)]
+    if missing:
+        raise PluginError(f"plug-in {name!r} lacks {', '.join(missing)}: implement its protocol")

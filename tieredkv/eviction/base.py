@@ -1,0 +1,146 @@
+"""The eviction policy protocol, and the base of policies that are one ranking.
+
+A policy ranks the **leaf runs of one tier**: runs with resident blocks in that tier and no
+child run that has any. The planner tells it when a run becomes a leaf or is used (`record`)
+and when it stops being one (`forget`), and asks for `victims` when it needs room. Blocks
+leave a run from its tail, so a prefix never outlives its head.
+
+No clock, lock, I/O or reference counts in here; randomness is a seeded argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+from sortedcontainers import SortedList
+
+from tieredkv.types import Turn
+
+
+class Kind(StrEnum):
+    """Why a run is recorded."""
+
+    INSERT = "insert"
+    """Its blocks have just been stored in this tier."""
+    HIT = "hit"
+    """A request used it as its deepest block."""
+    LEAF = "leaf"
+    """Its last child has left this tier: it is a leaf again, nothing was used."""
+    RESIZE = "resize"
+    """Only `blocks`/`nbytes` changed: a tail was trimmed, blocks were added, or it was split."""
+    END = "end"
+    """Its session has finished or abandoned it: it is not expected back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One event of a leaf run, with the run's state after it."""
+
+    kind: Kind
+    run: int
+    """Identity of the run while it lives; never reused."""
+    key: bytes
+    """Key of its deepest block in this tier: what a ghost entry remembers."""
+    blocks: int
+    """Blocks of the run resident in this tier, >= 1."""
+    nbytes: int
+    """The same in bytes."""
+    depth: int
+    """Blocks from the root to the run's end."""
+    born: float
+    """When its blocks were first stored."""
+    last: float
+    """Last use of the run or of any descendant, present or evicted."""
+    hits: int
+    """Uses of the run or of any descendant after they were stored."""
+    turn: Turn | None = None
+    """What is known about the request that wrote it."""
+    first: bytes = b""
+    """Key of the run's first block: the one that is stored first when the run comes back."""
+
+
+class Victim(NamedTuple):
+    """Trim the last `nbytes` of this run (a multiple of the block size)."""
+
+    run: int
+    nbytes: int
+
+
+class EvictionPolicy(Protocol):
+    """Ranks leaf runs. Not thread-safe: the planner's lock guards it."""
+
+    def record(self, access: Access) -> None:
+        """The run was used, became a leaf, or changed size."""
+        ...
+
+    def forget(self, run: int, evicted: bool) -> None:
+        """The run is no leaf any more: it got a child (`evicted` False), or its last block
+        left the tier (`evicted` True). Unknown runs are ignored."""
+        ...
+
+    def victims(self, nbytes: int, now: float, pinned: Callable[[int], int]) -> list[Victim]:
+        """Runs to trim, worst first, until `nbytes` are covered or no run is left.
+
+        `pinned(run)` is the number of bytes of the run that must stay. Changes nothing:
+        asking twice gives the same answer.
+        """
+        ...
+
+
+class Admission(Protocol):
+    """Decides which runs are worth writing to the NVMe tier. Called under the planner's lock."""
+
+    def admit(self, run: Access, now: float) -> bool:
+        """`run` as in `EvictionPolicy.record`, with its blocks still to be written."""
+        ...
+
+
+class RankedPolicy:
+    """A policy that is one sort key per run: subclasses define `rank`, lowest goes first.
+
+    Cost: O(log n) per record and forget, O(victims) per question.
+    """
+
+    def __init__(self, capacity: int, block_bytes: int, seed: int = 0) -> None:
+        """`capacity` of the tier in bytes; `seed` for policies that draw random numbers."""
+        self._order: SortedList[tuple[int, Any, int]] = SortedList()
+        self._place: dict[int, tuple[int, Any, int]] = {}
+        self._nbytes: dict[int, int] = {}
+        self._block_bytes = block_bytes
+
+    def rank(self, access: Access) -> Any:
+        raise NotImplementedError
+
+    def record(self, access: Access) -> None:
+        run = access.run
+        place = self._place.get(run)
+        if access.kind is not Kind.RESIZE or place is None:
+            if place is not None:
+                self._order.remove(place)
+            ended = access.kind is Kind.END
+            place = (0, access.last, run) if ended else (1, self.rank(access), run)
+            self._order.add(place)
+            self._place[run] = place
+        self._nbytes[run] = access.nbytes
+
+    def forget(self, run: int, evicted: bool) -> None:
+        place = self._place.pop(run, None)
+        if place is not None:
+            self._order.remove(place)
+            del self._nbytes[run]
+
+    def victims(self, nbytes: int, now: float, pinned: Callable[[int], int]) -> list[Victim]:
+        chosen: list[Victim] = []
+        for _, _, run in self._order:
+            if nbytes <= 0:
+                break
+            free = self._nbytes[run] - pinned(run)
+            if free > 0:
+                wanted = -(-nbytes // self._block_bytes) * self._block_bytes
+                take = min(free, wanted)
+                chosen.append(Victim(run, take))
+                nbytes -= take
+        return chosen

@@ -1,0 +1,324 @@
+"""The durable index: which block is in which NVMe slot, committed before anybody relies on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from tieredkv.errors import ClosedError, DirectoryInUse, FormatError
+from tieredkv.executor import Executor
+from tieredkv.index.damage import DamagedIndex, set_aside
+from tieredkv.index.environment import Environment, Transaction, TransactionFailed
+from tieredkv.index.record import ROW, Assembly, Piece, assemble, encode
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+BOOT_BITS = 24  # a generation has 64 bits: boot << 40 | counter
+
+Done: TypeAlias = Callable[[bool], None]
+Change: TypeAlias = tuple[Sequence[Piece], Sequence[bytes], Done]
+
+_open_paths: set[str] = set()
+_open_lock = threading.Lock()
+
+
+class DurableIndex:
+    """Records of durable blocks. Thread-safe.
+
+    `submit` queues changes; a job on `executor` (one thread) commits all that is queued in
+    one synced transaction. The queue is bounded by its callers: each put occupies a slot
+    until it is answered. `done` callbacks run on the executor's thread, never inside
+    `submit` or `new_epoch`, so callers may hold their own lock there. `flush` and `close`
+    wait for callbacks: call them without that lock.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        executor: Executor,
+        *,
+        map_size: int = 64 << 20,
+        map_limit: int | None = None,
+        timeout: float = 30.0,
+        keep_damaged: bool = False,
+    ) -> None:
+        """Open or create the environment in directory `path`; its parent must exist.
+
+        `map_size` bytes bound the data file; when full it grows once, to `map_limit`
+        (default twice as much). `timeout` bounds the synchronous calls, in seconds. A
+        damaged index is renamed to `<name>.corrupt-<n>` and a new one begins, or with
+        `keep_damaged` DirectoryError is raised.
+
+        Raises DirectoryInUse if this process has it open, FormatError for another format
+        version, DirectoryError if it cannot be opened.
+        """
+        self.path = path
+        self.commits = 0
+        self.failures = 0
+        self.last_error: str | None = None
+        """Text of the last failed transaction, None after a good one."""
+        self.moved_to: Path | None = None
+        """Where a damaged predecessor is, if there was one."""
+        self.dropped: dict[str, int] = {}
+        """Blocks that `load` dropped, by reason."""
+        self._limits = (map_size, map_size * 2 if map_limit is None else map_limit, timeout)
+        self._executor = executor
+        self._epoch = self._boot = 0
+        self._block_bytes: int | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self._queue: list[Change] = []
+        self._scheduled = False
+        self._unanswered = 0
+        self._state = threading.Condition()
+        self._order = threading.Lock()  # held from taking the queue to the commit
+        self._real_path = os.path.realpath(path)
+        with _open_lock:
+            if self._real_path in _open_paths:
+                raise DirectoryInUse(
+                    f"{path}: this process has the index open already; close the other store"
+                )
+            _open_paths.add(self._real_path)
+        try:
+            self._open(keep_damaged)
+        except BaseException:
+            _open_paths.discard(self._real_path)
+            raise
+
+    @property
+    def epoch(self) -> int:
+        """Counts `new_epoch`; records of other epochs do not exist."""
+        return self._epoch
+
+    @property
+    def boot(self) -> int:
+        """Differs from that of every earlier opening; below 2**24."""
+        return self._boot
+
+    @property
+    def block_bytes(self) -> int | None:
+        """Bytes per block of the store that wrote the directory, None before the first."""
+        return self._block_bytes
+
+    def set_block_bytes(self, n: int) -> None:
+        """Fix the block size, durably. Raises FormatError if it is another one already."""
+        if self._block_bytes == n:
+            return
+        if self._block_bytes is not None:
+            raise FormatError(
+                f"{self.path} holds blocks of {self._block_bytes} bytes, not {n}; "
+                "use another directory, or remove this one"
+            )
+        self._check_open()
+        self._write(lambda txn: txn.put_meta(b"block_bytes", n))
+        self._block_bytes = n
+
+    def set_map_limit(self, n: int) -> None:
+        """Bound the data file to `n` bytes, what the tier reserves for the index."""
+        self._check_open()
+        self._env.set_map_limit(n)
+
+    def load(self, slot_limit: int) -> list[Piece]:
+        """All blocks that can be reached from the root, parents before children.
+
+        Rows of one generation whose links and depths match make one piece, even if the
+        parent of another piece is in the middle of it: who replays them splits there.
+        Dropped, also from the index: other epochs, slots outside `range(slot_limit)`, all
+        but the highest generation of a slot, and what has lost an ancestor.
+        """
+        self._check_open()
+        try:
+            found = self._assemble(slot_limit)
+        except DamagedIndex as error:
+            log.warning("index %s cannot be read (%s); starting cold", self.path, error)
+            self._env.close(self._limits[-1])
+            self._replace()
+            return []
+        if found.dropped:
+            log.warning("index %s: dropped blocks: %s", self.path, found.reasons)
+            self._write(lambda txn: txn.delete(found.dropped))
+        self.dropped = found.reasons
+        return found.pieces
+
+    def submit(self, puts: Sequence[Piece], deletes: Sequence[bytes], done: Done) -> None:
+        """Queue deletions and then puts; `done(True)` once they would survive a power loss.
+
+        Never blocks. Changes are applied in the order of the calls. `done(False)` means
+        that nothing of the transaction was applied. A put replaces the record of its key.
+        Raises ClosedError after `close` and in a forked child.
+        """
+        with self._state:
+            self._check_open()
+            self._queue.append((puts, deletes, done))
+            self._unanswered += 1
+            schedule, self._scheduled = not self._scheduled, True
+        if schedule:
+            self._executor.submit(self._commit)
+
+    def new_epoch(self) -> int:
+        """Drop all records and commit the next epoch, before returning it.
+
+        What was queued before is answered `done(False)`, or was committed before. Raises
+        DirectoryError if that cannot be made durable; then the old epoch goes on.
+        """
+        self._check_open()
+        if not self._order.acquire(timeout=self._limits[-1]):
+            raise TransactionFailed(f"{self.path}: a transaction hangs; look at the disk")
+        try:
+            stale = self._take()
+            if stale:
+                self._executor.submit(lambda: self._answer(stale, False))
+            epoch = self._epoch + 1
+
+            def reset(txn: Transaction) -> None:
+                txn.drop_all()
+                txn.put_meta(b"epoch", epoch)
+
+            self._write(reset)
+            self._epoch = epoch
+        finally:
+            self._order.release()
+        return epoch
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything submitted has been answered; False at the deadline."""
+        with self._state:
+            return self._state.wait_for(lambda: not self._unanswered, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Refuse new changes, wait for the queued ones, close. Idempotent.
+
+        False if something was still queued or running at the deadline: what is queued is
+        answered `done(False)`, and a transaction that hangs keeps the environment open.
+        """
+        deadline = time.monotonic() + timeout
+        with self._state:
+            if self._closed or os.getpid() != self._pid:
+                return True
+            self._closed = True
+        clean = self.flush(timeout)
+        self._answer(self._take(), False)
+        if not self._env.close(deadline - time.monotonic()):
+            log.error("index %s: a transaction hangs; the index stays open", self.path)
+            return False
+        _open_paths.discard(self._real_path)
+        return clean
+
+    def check(self) -> list[str]:
+        """Violations of the invariants of the stored records; reads all, changes nothing."""
+        self._check_open()
+        try:
+            reasons = self._assemble(1 << 32).reasons
+        except DamagedIndex as error:
+            return [f"index cannot be read: {error}"]
+        return [f"{count} blocks: {reason}" for reason, count in reasons.items()]
+
+    def _open(self, keep_damaged: bool) -> None:
+        try:
+            self._start()
+        except DamagedIndex as error:
+            if keep_damaged:
+                raise
+            log.warning("index %s is damaged (%s); starting cold", self.path, error)
+            self._replace()
+
+    def _replace(self) -> None:
+        self.moved_to = set_aside(self.path)
+        self._start()
+
+    def _start(self) -> None:
+        known_block_bytes = self._block_bytes
+
+        def start(txn: Transaction) -> None:
+            version = txn.get_meta(b"format")
+            if version not in (None, FORMAT):
+                raise FormatError(
+                    f"{self.path} has index format {version}, this version reads {FORMAT}; "
+                    "use the version that wrote it, or remove the directory"
+                )
+            # Skip the numbers that a lost index may have given out.
+            skip = int.from_bytes(os.urandom(2), "little") + 1 if self.moved_to else 0
+            self._boot = (txn.get_meta(b"boot") or skip << 6) + 1
+            self._epoch = txn.get_meta(b"epoch") or skip + 1
+            self._block_bytes = txn.get_meta(b"block_bytes") or known_block_bytes
+            if self._boot >> BOOT_BITS:
+                raise FormatError(f"{self.path}: opened too often; remove the directory")
+            txn.put_meta(b"format", FORMAT)
+            txn.put_meta(b"boot", self._boot)
+            txn.put_meta(b"epoch", self._epoch)
+            if self._block_bytes is not None:
+                txn.put_meta(b"block_bytes", self._block_bytes)
+
+        self._env = Environment(self.path, *self._limits)
+        try:
+            self._env.write(start)
+        except BaseException:
+            self._env.close(self._limits[-1])
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"index {self.path} is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(f"index {self.path} belongs to process {self._pid}, its parent")
+
+    def _take(self) -> list[Change]:
+        with self._state:
+            changes, self._queue = self._queue, []
+        return changes
+
+    def _write(self, work: Callable[[Transaction], None]) -> None:
+        try:
+            self._env.write(work)
+        except Exception as error:
+            self.failures += 1
+            if self.last_error is None:
+                log.error("index %s: transaction failed: %s", self.path, error)
+            self.last_error = str(error)
+            raise
+        self.commits += 1
+        self.last_error = None
+
+    def _commit(self) -> None:
+        """The job: everything queued, in one transaction."""
+        with self._order:
+            with self._state:
+                self._scheduled = False
+            changes = self._take()
+            ok = bool(changes) and self._apply(changes)
+        self._answer(changes, ok)
+
+    def _apply(self, changes: Sequence[Change]) -> bool:
+        def work(txn: Transaction) -> None:
+            for puts, deletes, _ in changes:
+                txn.delete(deletes)
+                for piece in puts:
+                    txn.put(encode(piece, self._epoch, self._block_bytes or 0))
+
+        try:
+            self._write(work)
+        except Exception:  # counted and logged; the callers are told
+            return False
+        return True
+
+    def _answer(self, changes: Sequence[Change], ok: bool) -> None:
+        for _, _, done in changes:
+            try:
+                done(ok)
+            except Exception:  # one caller's bug is not the others'
+                log.exception("index %s: a done callback failed", self.path)
+        with self._state:
+            self._unanswered -= len(changes)
+            self._state.notify_all()
+
+    def _assemble(self, slot_limit: int) -> Assembly:
+        blob = self._env.read(lambda txn: txn.scan(ROW.itemsize))
+        return assemble(np.frombuffer(blob, ROW), slot_limit, self._epoch, self._block_bytes or 0)

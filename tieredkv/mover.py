@@ -1,0 +1,265 @@
+"""The mover: executes moves on the tiers, in bounded queues, loads before stores.
+
+It copies bytes and reports what became of each block. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from tieredkv.buffers import RevocableViews
+from tieredkv.executor import Executor
+from tieredkv.tiers.base import BlockBuffers, Tier
+from tieredkv.types import Batch, Move, Outcome
+
+log = logging.getLogger(__name__)
+
+Outcomes: TypeAlias = list[Outcome]
+Done: TypeAlias = Callable[["Transfer"], None]
+
+
+class Transfer:
+    """One move under way, cut into parts that run in parallel.
+
+    `done` is called once, on the thread that ended the last part, when nothing touches the
+    move's slots and buffers any more: also after `expire`.
+    """
+
+    def __init__(
+        self,
+        move: Move,
+        tiers: Sequence[Tier],
+        buffers: BlockBuffers | None,
+        part: int,
+        done: Done,
+    ) -> None:
+        """`buffers`: one per block, for moves from or to the caller. `part`: blocks per part."""
+        self.move = move
+        self.read: Outcomes = [Outcome.BUSY] * len(move) if move.src is not None else []
+        self.write: Outcomes = [Outcome.BUSY] * len(move) if move.dst is not None else []
+        self.expired = False
+        self._tiers = tiers
+        self._buffers = buffers
+        self._done = done
+        self._ended = threading.Condition()
+        self.parts = [(lo, min(lo + part, len(move))) for lo in range(0, len(move), part)]
+        self._open = len(self.parts)
+
+    def run(self, lo: int, hi: int) -> None:
+        """Copy the blocks [lo, hi); never raises."""
+        move = self.move
+        read = write = [Outcome.BUSY] * (hi - lo)
+        try:
+            if not self.expired:
+                read, write = self._copy(move, lo, hi)
+        except Exception:  # a plug-in that breaks its contract must not take a thread down
+            log.exception("tier raised while moving %d blocks", hi - lo)
+            read = write = [Outcome.FAILED] * (hi - lo)
+        with self._ended:
+            if move.src is not None:
+                self.read[lo:hi] = read
+            if move.dst is not None:
+                self.write[lo:hi] = write
+            self._open -= 1
+            last = not self._open
+        if last:
+            self._buffers = None
+            self._done(self)
+            with self._ended:
+                self._ended.notify_all()
+
+    def run_all(self) -> None:
+        for lo, hi in self.parts:
+            self.run(lo, hi)
+
+    def refuse(self) -> None:
+        """End it without running: the queue was full."""
+        self.expired = True
+        self.run_all()
+
+    def expire(self, timeout: float) -> Outcomes:
+        """Wait for the end; at the deadline give up: what is unfinished is BUSY.
+
+        From then on no part starts and the caller's buffers are taken away from parts that
+        run. Returns the outcomes known by then.
+        """
+        with self._ended:
+            self._ended.wait_for(lambda: not self._open, max(0.0, timeout))
+            if self._open:
+                self.expired = True
+                if isinstance(self._buffers, RevocableViews):
+                    self._buffers.revoke()
+            return list(self.read or self.write)
+
+    @property
+    def running(self) -> bool:
+        return self._open > 0
+
+    def _copy(self, move: Move, lo: int, hi: int) -> tuple[Outcomes, Outcomes]:
+        buffers = self._buffers
+        part = None if buffers is None else buffers[lo:hi]
+        if move.src is None:
+            assert move.dst is not None and part is not None
+            return [], write(self._tiers[move.dst], move.write_batch(lo, hi), part)
+        source = self._tiers[move.src]
+        if move.dst is None:
+            assert part is not None
+            return read(source, move.read_batch(lo, hi), part), []
+        return self._between(source, self._tiers[move.dst], move, lo, hi)
+
+    @staticmethod
+    def _between(
+        source: Tier, target: Tier, move: Move, lo: int, hi: int
+    ) -> tuple[Outcomes, Outcomes]:
+        """From tier to tier, through the host memory of whichever has some."""
+        ok = [Outcome.OK] * (hi - lo)
+        there = target.views(move.dst_slots[lo:hi])
+        if there is not None:
+            got = read(source, move.read_batch(lo, hi), there)
+            return got, got
+        here = source.views(move.src_slots[lo:hi])
+        if here is not None:
+            return ok, write(target, move.write_batch(lo, hi), here)
+        staging = [memoryview(bytearray(source.block_bytes)) for _ in range(lo, hi)]
+        got = read(source, move.read_batch(lo, hi), staging)
+        good = [i for i, outcome in enumerate(got) if outcome is Outcome.OK]
+        batch = move.write_batch(lo, hi)
+        put = write(
+            target,
+            Batch(
+                [batch.slots[i] for i in good],
+                [batch.keys[i] for i in good],
+                [batch.generations[i] for i in good],
+                batch.epoch,
+            ),
+            [staging[i] for i in good],
+        )
+        result = list(got)
+        for i, outcome in zip(good, put, strict=True):
+            result[i] = outcome
+        return got, result
+
+
+def read(tier: Tier, batch: Batch, targets: BlockBuffers) -> Outcomes:
+    return _checked(tier, tier.read(batch, targets), len(batch))
+
+
+def write(tier: Tier, batch: Batch, sources: BlockBuffers) -> Outcomes:
+    return _checked(tier, tier.write(batch, sources), len(batch))
+
+
+def _checked(tier: Tier, outcomes: object, count: int) -> Outcomes:
+    """A tier that answers anything but one Outcome per block has answered FAILED."""
+    if (
+        isinstance(outcomes, list)
+        and len(outcomes) == count
+        and all(isinstance(outcome, Outcome) for outcome in outcomes)
+    ):
+        return outcomes
+    log.error("tier %s answered %.80r for %d blocks", tier.name, outcomes, count)
+    return [Outcome.FAILED] * count
+
+
+class Lane:
+    """A queue of jobs bounded in bytes. Thread-safe through the mover's lock."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
+        """Queued and running."""
+        self.jobs: deque[tuple[Callable[[], None], int]] = deque()
+
+    def accepts(self, nbytes: int) -> bool:
+        # a job larger than the limit may pass alone, or it could never run
+        return not self.bytes or self.bytes + nbytes <= self.limit
+
+
+class Mover:
+    """Runs jobs on an executor: all queued loads before the next store."""
+
+    def __init__(
+        self, executor: Executor, threads: int, load_limit: int, store_limit: int
+    ) -> None:
+        self._executor = executor
+        self._threads = threads
+        self._lock = threading.Condition()
+        self._loads, self._stores = Lane(load_limit), Lane(store_limit)
+        self._late: set[Transfer] = set()
+        self._closed = False
+
+    def start(self, transfer: Transfer, block_bytes: int, *, load: bool) -> bool:
+        """Queue all parts; False, and nothing queued, if the queue is full or all threads
+        hang in transfers that have expired."""
+        jobs = [
+            ((lambda lo=lo, hi=hi: transfer.run(lo, hi)), (hi - lo) * block_bytes)
+            for lo, hi in transfer.parts
+        ]
+        return self._enqueue(self._loads if load else self._stores, jobs)
+
+    def submit(self, job: Callable[[], None], nbytes: int, *, load: bool) -> bool:
+        """Queue one job of the caller's; False if the queue is full. It must not raise."""
+        return self._enqueue(self._loads if load else self._stores, [(job, nbytes)])
+
+    def late(self, transfer: Transfer) -> None:
+        """Its caller has gone, but a part may hang in a system call: count it until it ends."""
+        with self._lock:
+            self._late = {t for t in self._late if t.running}
+            if transfer.running:
+                self._late.add(transfer)
+
+    @property
+    def quarantined(self) -> int:
+        """Transfers that outlived their deadline and still hold slots and buffers."""
+        with self._lock:
+            self._late = {t for t in self._late if t.running}
+            return len(self._late)
+
+    @property
+    def backlog(self) -> int:
+        """Jobs that wait for a thread."""
+        return len(self._loads.jobs) + len(self._stores.jobs)
+
+    @property
+    def queued_bytes(self) -> tuple[int, int]:
+        """(loads, stores), queued and running."""
+        return self._loads.bytes, self._stores.bytes
+
+    def close(self, timeout: float) -> bool:
+        """Refuse new jobs, let the queued ones end; False if some still run at the deadline."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._closed = True
+            self._lock.wait_for(
+                lambda: not self._loads.bytes and not self._stores.bytes, timeout
+            )
+        return self._executor.close(max(0.0, deadline - time.monotonic()))
+
+    def _enqueue(self, lane: Lane, jobs: Sequence[tuple[Callable[[], None], int]]) -> bool:
+        nbytes = sum(size for _, size in jobs)
+        with self._lock:
+            if self._closed or not lane.accepts(nbytes):
+                return False
+            self._late = {t for t in self._late if t.running}
+            if len(self._late) >= self._threads:
+                return False
+            lane.bytes += nbytes
+            lane.jobs.extend(jobs)
+        for _ in jobs:
+            self._executor.submit(self._next)
+        return True
+
+    def _next(self) -> None:
+        with self._lock:
+            lane = self._loads if self._loads.jobs else self._stores
+            job, nbytes = lane.jobs.popleft()
+        try:
+            job()
+        finally:
+            with self._lock:
+                lane.bytes -= nbytes
+                self._lock.notify_all()

@@ -1,0 +1,69 @@
+"""Pins: chains that must not leave the hierarchy for a while.
+
+A pin sits on the deepest block of its chain: blocks leave after their descendants, so the
+ancestors stay as well. It ends when released or after its ttl, so that none can leak.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from tieredkv.index.prefix_tree import PrefixTree, Run
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    key: bytes
+    """The deepest block."""
+    depth: int
+    """Blocks from the root that are kept."""
+    expires: float
+
+
+class Pins:
+    """All pins of a tree. Not thread-safe. O(log pins) per change."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        self._pins: dict[int, Pin] = {}
+        self._expiry: list[tuple[float, int]] = []
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, run: Run, depth: int, expires: float) -> int:
+        """Keep the first `depth` blocks of the chain through `run`; the pin's id."""
+        pin = self._next_id
+        self._next_id += 1
+        self._pins[pin] = Pin(run.keys[depth - run.start - 1], depth, expires)
+        heapq.heappush(self._expiry, (expires, pin))
+        run.pins = run.pins or {}
+        run.pins[pin] = depth
+        return pin
+
+    def release(self, pin: int) -> None:
+        """End a pin; one that has ended already is ignored."""
+        entry = self._pins.pop(pin, None)
+        run = None if entry is None else self._tree.find(entry.key)
+        if run is not None and run.pins:
+            run.pins.pop(pin, None)  # absent when the block was deleted and stored anew
+            run.pins = run.pins or None
+
+    def expire(self, now: float) -> None:
+        while self._expiry and self._expiry[0][0] <= now:
+            self.release(heapq.heappop(self._expiry)[1])
+        if len(self._expiry) > 2 * len(self._pins) + 64:  # released ones, far in the future
+            self._expiry = [(pin.expires, i) for i, pin in self._pins.items()]
+            heapq.heapify(self._expiry)
+
+    def blocks(self) -> int:
+        """Distinct blocks kept now. O(runs on the pinned chains)."""
+        kept: dict[int, int] = {}
+        for pin in self._pins.values():
+            run, depth = self._tree.find(pin.key), pin.depth
+            while run is not None and kept.get(run.id, 0) < depth - run.start:
+                kept[run.id] = depth - run.start
+                run, depth = run.parent, run.start
+        return sum(kept.values())

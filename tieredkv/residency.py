@@ -1,0 +1,314 @@
+"""Who is where: the tree, each tier's slots and policy, kept consistent with each other.
+
+Every change of a copy goes through `install` and `remove`, which keep counts, leaf status,
+policies, slot pools and events in step. Decisions are the planner's.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tieredkv.errors import CapacityError
+from tieredkv.events import EventKind, EventLog
+from tieredkv.eviction.base import Access, EvictionPolicy, Kind
+from tieredkv.index.prefix_tree import ABSENT, PrefixTree, Run
+from tieredkv.index.slots import SlotPool
+
+
+@dataclass(slots=True)
+class Level:
+    """One tier as the planner sees it."""
+
+    name: str
+    policy: EvictionPolicy
+    slots: int
+    durable: bool = False
+    accepts: bool = True
+    """False: nothing is written to it any more (write policy `off`)."""
+    pool: SlotPool = field(init=False)
+    writing: dict[bytes, int] = field(default_factory=dict)
+    """Blocks whose copy is being written: key -> generation."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise CapacityError(f"tier {self.name!r} has no room for a single block: raise its capacity")
+        self.pool = SlotPool(self.slots)
+
+
+class Residency:
+    """Residency of all blocks in all tiers. Not thread-safe."""
+
+    def __init__(self, levels: Sequence[Level], block_bytes: int, events: EventLog | None) -> None:
+        self.levels = list(levels)
+        self.block_bytes = block_bytes
+        self.tree = PrefixTree(len(levels))
+        self.events = events
+        self.durable = next((t for t, level in enumerate(levels) if level.durable), None)
+        self.dirty: dict[int, None] = {}
+        """Visible runs with blocks that were never written to the durable tier, oldest first."""
+        self.declined: set[int] = set()
+        """Those of them that admission or a full tier turned down, until they are hit."""
+        self.deleted: list[tuple[bytes, int, int]] = []
+        """(key, generation, slot or ABSENT) of durable copies removed since `take_deleted`."""
+
+    # -- copies ---------------------------------------------------------------------------
+
+    def reserve(self, run: Run, tier: int, keys: Sequence[bytes]) -> None:
+        """Copies of these blocks of `run` are being written to `tier`."""
+        was = run.present(tier)
+        run.busy[tier] += len(keys)
+        self.levels[tier].writing.update(dict.fromkeys(keys, run.generation))
+        self._presence(run, tier, was)
+
+    def written(self, key: bytes, generation: int, tier: int) -> Run | None:
+        """The run whose block a write that has just ended was for; None if it is gone by now."""
+        if self.levels[tier].writing.get(key) != generation:
+            return None
+        return self.tree.find(key)
+
+    def unreserve(self, run: Run, key: bytes, tier: int) -> None:
+        """The write of this block came to nothing."""
+        del self.levels[tier].writing[key]
+        was = run.present(tier)
+        run.busy[tier] -= 1
+        self._presence(run, tier, was)
+
+    def install(
+        self, run: Run, offset: int, tier: int, slots: Sequence[int], *, reserved: bool = True
+    ) -> None:
+        """Blocks from `offset` on have readable copies in these slots. O(blocks).
+
+        They had none in this tier before; `reserved`: announced by `reserve`.
+        """
+        level, keys = self.levels[tier], run.keys[offset : offset + len(slots)]
+        mine = run.slots[tier]
+        if mine is None:
+            mine = run.slots[tier] = array("i", [ABSENT]) * len(run.keys)
+        was, fresh = run.present(tier), not run.count[tier]
+        mine[offset : offset + len(slots)] = array("i", slots)
+        run.count[tier] += len(slots)
+        if reserved:
+            run.busy[tier] -= len(slots)
+            for key in keys:
+                del level.writing[key]
+        self._presence(run, tier, was)
+        if not run.kids[tier]:
+            self._record(run, tier, Kind.INSERT if fresh else Kind.RESIZE)
+        if self.events is not None:
+            self.events.add(EventKind.STORED, level.name, keys)
+        if tier == self.durable and run.count[tier] == len(run.keys):
+            self._clean(run)
+
+    def remove(self, run: Run, offsets: Sequence[int], tier: int, *, lose: bool = False) -> None:
+        """Take these copies out of the tier; slots return to the pool, or wait in `deleted`
+        for the commit that a durable tier needs. `lose` withdraws the slots for good."""
+        level, mine = self.levels[tier], run.slots[tier]
+        assert mine is not None
+        was = run.present(tier)
+        slots = [mine[offset] for offset in offsets]
+        for offset in offsets:
+            mine[offset] = ABSENT
+        run.count[tier] -= len(slots)
+        if not run.count[tier]:
+            run.slots[tier] = None
+            level.policy.forget(run.id, True)
+        elif not run.kids[tier]:
+            self._record(run, tier, Kind.RESIZE)
+        keys = tuple(run.keys[offset] for offset in offsets)
+        if lose:
+            for slot in slots:
+                level.pool.lose(slot)
+        if level.durable:
+            self.deleted.extend(
+                (key, run.generation, ABSENT if lose else slot)
+                for key, slot in zip(keys, slots, strict=True)
+            )
+            level.pool.expected += 0 if lose else len(slots)
+        elif not lose:
+            level.pool.give(slots)
+        self._presence(run, tier, was)
+        if self.events is not None:
+            self.events.add(EventKind.REMOVED, level.name, keys)
+
+    def take_deleted(self) -> list[tuple[bytes, int, int]]:
+        deleted, self.deleted = self.deleted, []
+        return deleted
+
+    # -- structure ------------------------------------------------------------------------
+
+    def split(self, run: Run, offset: int) -> Run:
+        """Cut before block `offset`; the head, which `run` now hangs on."""
+        before = [run.present(t) for t in range(len(self.levels))]
+        head = self.tree.split(run, offset)
+        for tier, level in enumerate(self.levels):
+            if run.busy[tier]:
+                head.busy[tier] = sum(key in level.writing for key in head.keys)
+                run.busy[tier] -= head.busy[tier]
+            head.kids[tier] = int(run.present(tier))
+            if head.parent is not None:
+                head.parent.kids[tier] += int(head.present(tier)) - int(before[tier])
+            if head.count[tier] and not run.count[tier]:
+                level.policy.forget(run.id, False)
+            elif run.count[tier] and not run.kids[tier]:
+                self._record(run, tier, Kind.RESIZE)
+            self._leaf_again(head, tier)
+            if head.parent is not None and before[tier] and not head.present(tier):
+                self._leaf_again(head.parent, tier)
+            if not run.count[tier]:
+                run.slots[tier] = None
+            if not head.count[tier]:
+                head.slots[tier] = None
+        if run.id in self.dirty:
+            self.dirty[head.id] = None
+        elif run.id in self.declined:
+            self.declined.add(head.id)
+        for part in (head, run):
+            if self.durable is not None and part.count[self.durable] == len(part.keys):
+                self._clean(part)
+        return head
+
+    def drop(self, run: Run, offset: int, lose: tuple[int, int] | None = None) -> int:
+        """Forget the blocks from `offset` on with all their descendants; how many.
+
+        They are invisible at once; slots that moves are using come back when those end.
+        `lose` names (tier, offset) of a slot not to be used again.
+        """
+        dropped = 0
+        for child in reversed(self.tree.descendants(run)):
+            dropped += self._drop_tail(child, 0, None)
+        return dropped + self._drop_tail(run, offset, lose)
+
+    def _drop_tail(self, run: Run, offset: int, lose: tuple[int, int] | None) -> int:
+        for tier, level in enumerate(self.levels):
+            tail = [i for i in run.tail(tier) if i >= offset]
+            if lose is not None and lose[0] == tier and lose[1] in tail:
+                tail.remove(lose[1])
+                self.remove(run, [lose[1]], tier, lose=True)
+            if tail:
+                self.remove(run, tail[::-1], tier)
+            if run.busy[tier]:
+                was = run.present(tier)
+                for key in run.keys[offset:]:
+                    if level.writing.pop(key, None) is not None:
+                        run.busy[tier] -= 1
+                self._presence(run, tier, was)
+        dropped = len(run.keys) - offset
+        if run.pins:
+            run.pins = {pin: end for pin, end in run.pins.items() if end <= run.start + offset} or None
+        self.tree.cut(run, offset)
+        if not offset or (self.durable is not None and run.count[self.durable] == offset):
+            self._clean(run)
+        return dropped
+
+    def reveal(self, run: Run) -> None:
+        """Make a fully stored run visible, and its stored descendants with it."""
+        queue = [run]
+        while queue:
+            run = queue.pop()
+            if run.visible or (run.parent is not None and not run.parent.visible):
+                continue
+            blocks = len(run.keys)
+            if max(run.count) < blocks and not all(run.copies(i) for i in range(blocks)):
+                continue
+            run.visible = True
+            if self.durable is not None and run.count[self.durable] < len(run.keys):
+                self.dirty[run.id] = None
+            queue.extend((run.children or {}).values())
+
+    # -- recency and victims --------------------------------------------------------------
+
+    def touch(self, run: Run, now: float, kind: Kind = Kind.HIT) -> None:
+        """A request used `run` as its deepest (HIT), or its session has ended (END).
+
+        Each tier's nearest leaf on the path is told.
+        """
+        if kind is Kind.HIT:
+            run.last = max(run.last, now)
+            run.hits += 1
+            if run.id in self.declined:
+                self.declined.remove(run.id)
+                self.dirty[run.id] = None
+        for tier in range(len(self.levels)):
+            node: Run | None = run
+            while node is not None and not node.count[tier]:
+                node = node.parent
+            if node is not None and not node.kids[tier]:
+                node.last = max(node.last, run.last)
+                self._record(node, tier, kind)
+
+    def victims(
+        self, tier: int, blocks: int, now: float, keep: Callable[[Run], int]
+    ) -> list[tuple[Run, int]]:
+        """(run, blocks to trim from its tail in `tier`), worst first.
+
+        `keep(run)`: how many of its blocks in the tier must stay.
+        """
+        size, runs = self.block_bytes, self.tree.runs
+        chosen = self.levels[tier].policy.victims(
+            blocks * size, now, lambda run_id: keep(runs[run_id]) * size
+        )
+        return [(runs[victim.run], victim.nbytes // size) for victim in chosen]
+
+    def check(self) -> list[str]:
+        """Violated invariants; empty when sound. Slots owned by moves are the planner's."""
+        problems = self.tree.check()
+        for run in self.tree.runs.values():
+            for tier, level in enumerate(self.levels):
+                writing = sum(key in level.writing for key in run.keys)
+                if writing != run.busy[tier]:
+                    problems.append(f"run {run.id}: {run.busy[tier]} writes to {level.name}, not {writing}")
+        stray = (self.dirty.keys() | self.declined) - self.tree.runs.keys()
+        if stray or self.dirty.keys() & self.declined:
+            problems.append(f"dirty list names dead runs {sorted(stray)[:8]} or a run twice")
+        if self.durable is not None:
+            problems += self._check_durable_closed(self.durable)
+        return problems
+
+    def _check_durable_closed(self, tier: int) -> list[str]:
+        problems = []
+        for run in self.tree.runs.values():
+            slots = run.slots[tier]
+            if slots is None:
+                continue
+            parent = run.parent
+            if parent is not None and parent.count[tier] != len(parent.keys):
+                problems.append(f"run {run.id} is durable below blocks that are not")
+            if ABSENT in slots[: run.count[tier]]:
+                problems.append(f"run {run.id} has a durable block after one that is not")
+        return problems
+
+    # -- leaf bookkeeping -----------------------------------------------------------------
+
+    def _presence(self, run: Run, tier: int, was: bool) -> None:
+        """Tell the parent when the run's first copy came to the tier or its last one left."""
+        now, parent = run.present(tier), run.parent
+        if now == was or parent is None:
+            return
+        if now:
+            parent.kids[tier] += 1
+            if parent.kids[tier] == 1 and parent.count[tier]:
+                self.levels[tier].policy.forget(parent.id, False)
+            return
+        parent.kids[tier] -= 1
+        parent.last = max(parent.last, run.last)
+        parent.hits = max(parent.hits, run.hits)
+        self._leaf_again(parent, tier)
+
+    def _clean(self, run: Run) -> None:
+        self.dirty.pop(run.id, None)
+        self.declined.discard(run.id)
+
+    def _leaf_again(self, run: Run, tier: int) -> None:
+        if run.count[tier] and not run.kids[tier]:
+            self._record(run, tier, Kind.LEAF)
+
+    def access(self, run: Run, blocks: int, kind: Kind) -> Access:
+        return Access(
+            kind, run.id, run.keys[-1], blocks, blocks * self.block_bytes, run.end,
+            run.born, run.last, run.hits, run.turn,
+        )  # fmt: skip
+
+    def _record(self, run: Run, tier: int, kind: Kind) -> None:
+        self.levels[tier].policy.record(self.access(run, run.count[tier], kind))

@@ -1,0 +1,233 @@
+"""Making room: which copies leave a tier, and which are copied down before they may.
+
+A copy is *clean* when dropping it loses nothing that anybody wants: the block has another
+copy, or no lower tier would take it and nothing hangs on it. Clean victims leave at once;
+the others are copied down first, and only `force` drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from tieredkv.eviction.base import Admission, Kind
+from tieredkv.index.prefix_tree import ABSENT, Run
+from tieredkv.residency import Residency
+from tieredkv.types import Move
+
+SCAN = 16  # runs that one background write-back looks at: bounds the time under the lock
+
+
+def leaf_on_path(run: Run | None, tier: int) -> Run | None:
+    """The deepest run on the chain up to `run` that has blocks in `tier`."""
+    while run is not None and not run.count[tier]:
+        run = run.parent
+    return run
+
+
+class Room:
+    """Evictions and demotions of a `Residency`. Moves that it wants are left in `moves`."""
+
+    def __init__(self, residency: Residency, admission: Admission | None, low: int) -> None:
+        """`low`: free slots that the durable tier keeps ready, so that puts need not wait for
+        the commit of an eviction."""
+        self.res = residency
+        self.admission = admission
+        self.low = low
+        self.moves: list[Move] = []
+        self.evicted = [0] * len(residency.levels)
+        """Copies that left each tier to make room."""
+        self.forgotten = 0
+        """Blocks whose last copy was evicted."""
+        self.refused = 0
+        """Runs that the durable tier should have got and could not take."""
+
+    def make(
+        self, tier: int, blocks: int, now: float, protect: Run | None = None, *, force: bool = False
+    ) -> int:
+        """Evict until `blocks` slots are free; how many of them are. Never evicts `protect`."""
+        pool = self.res.levels[tier].pool
+        wanted = min(blocks, pool.limit) - pool.free - pool.expected
+        if wanted > 0:
+
+            def keep(run: Run) -> int:
+                if run is protect:
+                    return run.count[tier]
+                return run.count[tier] - self._evictable(run, tier, wanted, now, force)
+
+            for run, count in self.res.victims(tier, wanted, now, keep):
+                self._evict(run, tier, count)
+        return min(blocks, pool.free)
+
+    def ahead(self, now: float) -> None:
+        """Keep the durable tier's watermark."""
+        tier = self.res.durable
+        if tier is not None and self.res.levels[tier].accepts:
+            pool = self.res.levels[tier].pool
+            low = min(self.low, pool.limit // 16)
+            if pool.free + pool.expected < low:
+                self.make(tier, 2 * low, now)
+
+    def demote(self, tier: int, blocks: int, now: float, protect: Run | None = None) -> None:
+        """Want the coldest dirty copies of `tier` copied one level down, up to `blocks`."""
+        lower = tier + 1
+        if lower >= len(self.res.levels) or not self.res.levels[lower].accepts:
+            return
+
+        def keep(run: Run) -> int:
+            return run.count[tier] if run is protect or not run.visible else self._pinned(run, tier)
+
+        for run, count in self.res.victims(tier, blocks, now, keep):
+            if lower == self.res.durable:
+                self.write_chain(run, now, blocks)
+            else:
+                self._copy_down(run, tier, count, now, protect)
+
+    def write_back(self, now: float, blocks: int) -> None:
+        """Want the oldest blocks that the durable tier lacks written, up to about `blocks`."""
+        for run_id in list(islice(self.res.dirty, SCAN)):
+            run = self.res.tree.runs[run_id]
+            if blocks <= 0:
+                return
+            admitted = self._admitted(run, now)
+            wrote = self.write_chain(run, now, blocks) if admitted else 0
+            if wrote == 0:
+                self.refused += admitted
+                self.decline(run)
+            blocks -= max(0, wrote)
+
+    def decline(self, run: Run) -> None:
+        """Do not try to write this run again until it is used."""
+        if run.id in self.res.dirty:
+            del self.res.dirty[run.id]
+            self.res.declined.add(run.id)
+
+    def write_chain(self, run: Run, now: float, limit: int) -> int:
+        """Want `run` written to the durable tier, its missing ancestors first.
+
+        Returns the blocks on their way; 0 if admission or a full tier turns the run down,
+        -1 if an earlier write of the chain has to end first. One move comes from one source
+        tier, so a chain may take several calls.
+        """
+        tier = self.res.durable
+        assert tier is not None
+        path: list[Run] = []
+        node: Run | None = run
+        while node is not None and node.count[tier] < len(node.keys):
+            if node.busy[tier]:
+                return -1
+            path.append(node)
+            node = node.parent
+        if not path or not self._admitted(run, now):
+            return 0
+        anchor = leaf_on_path(path[-1], tier)
+        blocks = min(limit, sum(len(r.keys) - r.count[tier] for r in path))
+        blocks = self.make(tier, blocks, now, anchor)
+        if not blocks:
+            return -1 if self.res.levels[tier].pool.expected else 0
+        return self._issue(islice(self._missing(path, tier), blocks), tier)
+
+    # -- one block at a time --------------------------------------------------------------
+
+    def _missing(self, path: list[Run], tier: int) -> Iterator[tuple[Run, int, int]]:
+        """(run, offset, source tier), root first, as long as the source stays the same."""
+        chosen = None
+        for run in reversed(path):
+            for offset in range(run.count[tier], len(run.keys)):
+                source = next(
+                    (t for t in range(tier - 1, -1, -1) if self._slot(run, offset, t) != ABSENT), None
+                )
+                if source is None or chosen not in (None, source):
+                    return
+                chosen = source
+                yield run, offset, source
+
+    def _issue(self, blocks: Iterator[tuple[Run, int, int]], dst: int) -> int:
+        """Queue one move of these blocks; all have the same source."""
+        chosen = list(blocks)
+        if not chosen:
+            return 0
+        src = chosen[0][2]
+        level = self.res.levels[dst]
+        move = Move(
+            src,
+            dst,
+            [run.keys[offset] for run, offset, _ in chosen],
+            [run.generation for run, _, _ in chosen],
+            [run.start + offset for run, offset, _ in chosen],
+            [self._slot(run, offset, src) for run, offset, _ in chosen],
+            level.pool.take(len(chosen)),
+        )
+        self.res.levels[src].pool.hold(move.src_slots)
+        for run, offset, _ in chosen:
+            self.res.reserve(run, dst, run.keys[offset : offset + 1])
+        self.moves.append(move)
+        return len(chosen)
+
+    def _copy_down(self, run: Run, tier: int, count: int, now: float, protect: Run | None) -> None:
+        lower = tier + 1
+        writing = self.res.levels[lower].writing
+        tail = [
+            offset
+            for offset in islice(run.tail(tier), count)
+            if run.copies(offset) == 1 and run.keys[offset] not in writing
+        ]
+        got = self.make(lower, len(tail), now, leaf_on_path(protect, lower))
+        if got < len(tail):
+            self.demote(lower, len(tail) - got, now, leaf_on_path(protect, lower))
+        self._issue(((run, offset, tier) for offset in reversed(tail[:got])), lower)
+
+    def _slot(self, run: Run, offset: int, tier: int) -> int:
+        slots = run.slots[tier]
+        return ABSENT if slots is None else slots[offset]
+
+    def _evictable(self, run: Run, tier: int, wanted: int, now: float, force: bool) -> int:
+        """Blocks at the run's tail in `tier` that may be dropped now, at most `wanted`."""
+        if not run.visible or (run.busy[tier] and tier == self.res.durable):
+            return 0
+        pinned = max(run.pins.values()) - run.start if run.pins else 0
+        edge = len(run.keys)  # blocks from here on will have left the hierarchy
+        refuge: bool | None = None if not force else False
+        free = 0
+        for offset in run.tail(tier):
+            if free == wanted or offset < pinned:
+                break
+            if run.copies(offset) == 1:
+                if run.children or offset != edge - 1:
+                    break
+                if refuge is None:
+                    refuge = self._refuge(run, tier, now)
+                if refuge:
+                    break
+                edge = offset
+            free += 1
+        return free
+
+    def _refuge(self, run: Run, tier: int, now: float) -> bool:
+        """Would a lower tier take the run's blocks?"""
+        lower = tier + 1
+        if lower >= len(self.res.levels) or not self.res.levels[lower].accepts:
+            return False
+        return lower != self.res.durable or self._admitted(run, now)
+
+    def _admitted(self, run: Run, now: float) -> bool:
+        if self.admission is None:
+            return True
+        blocks = len(run.keys) - (run.count[self.res.durable] if self.res.durable is not None else 0)
+        return self.admission.admit(self.res.access(run, blocks, Kind.RESIZE), now)
+
+    def _pinned(self, run: Run, tier: int) -> int:
+        if not run.pins:
+            return 0
+        kept = max(run.pins.values()) - run.start
+        return sum(offset < kept for offset in run.tail(tier))
+
+    def _evict(self, run: Run, tier: int, count: int) -> None:
+        offsets = list(islice(run.tail(tier), count))[::-1]
+        self.evicted[tier] += count
+        self.res.remove(run, offsets, tier)
+        edge = len(run.keys)
+        while edge and not run.copies(edge - 1):
+            edge -= 1
+        if edge < len(run.keys) and not run.children:
+            self.forgotten += self.res.drop(run, edge)

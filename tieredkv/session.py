@@ -1,0 +1,79 @@
+"""Handles that a store gives out: pins and sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from tieredkv.core import Core
+    from tieredkv.store import TieredKVStore
+
+
+class PinGuard:
+    """A pin in force. Leaving the context, or `release`, ends it; so does its ttl."""
+
+    def __init__(self, core: Core | None, pin: int | None, blocks: int) -> None:
+        self.blocks = blocks
+        """Length of the prefix that is kept."""
+        self._core = core
+        self._pin = pin
+
+    def release(self) -> None:
+        """End the pin. Idempotent, thread-safe."""
+        if self._core is not None and self._pin is not None:
+            with self._core.lock:
+                self._core.planner.pins.release(self._pin)
+                self._pin = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Session:
+    """Hints about one session. All are optional; wrong ones cost hits, never correctness."""
+
+    def __init__(self, store: TieredKVStore, session: str) -> None:
+        self.id = session
+        self._store = store
+
+    def turn_ended(
+        self,
+        reason: str | None = None,
+        next_tool: str | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """The turn is over: why (`tool_use`, `end_turn`, ...), which tool runs next, and how
+        long the answer was."""
+        self._store._hint(
+            lambda planner, now: planner.turn_ended(
+                self.id, finish_reason=reason, next_tool=next_tool, output_tokens=output_tokens
+            )
+        )
+
+    def resume(self, keys: Sequence[bytes]) -> Future[int]:
+        """The session is about to come back with this chain: see `TieredKVStore.prefetch`."""
+        return self._store.prefetch(keys)
+
+    def finish(self) -> None:
+        """The session will not come back: its blocks are the next to go."""
+        self._store._hint(lambda planner, now: planner.end_session(self.id, now))
+
+    def abandon(self, keys: Sequence[bytes]) -> None:
+        """Nobody will extend this chain: what hangs on nothing else is the next to go."""
+        self._store._hint(lambda planner, now: planner.abandon(keys, now))
+
+    def fork(self, new_id: str) -> Session:
+        """A new session that begins with this one's context."""
+        self._store._hint(lambda planner, now: planner.fork(self.id, new_id))
+        return self._store.session(new_id)

@@ -1,0 +1,74 @@
+"""The tier protocol: an array of equal slots on one medium.
+
+A tier copies bytes and nothing else. It knows no policy, no index and no other tier; which
+block lives in which slot is the planner's business. Plug-ins implement `Tier` and are
+checked by inheriting `tieredkv.testing.TierSuite`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tieredkv.types import Batch, Outcome
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+BlockBuffer: TypeAlias = "memoryview | Bytes"
+"""One block: C-contiguous, 1-D, format 'B', `block_bytes` long."""
+BlockBuffers: TypeAlias = "Sequence[BlockBuffer] | Bytes"
+"""One buffer per block of a batch, or one uint8 array of shape (blocks, block_bytes)."""
+
+
+class Tier(Protocol):
+    """An array of slots that each hold one block.
+
+    Thread-safety: `write` and `read` are called from several threads at once, never for
+    the same slot while a write to it is running (the planner sees to that).
+    Ownership: buffers are borrowed for the duration of the call only.
+    """
+
+    name: str
+    """Unique in the hierarchy; the `tier` label of metrics."""
+    block_bytes: int
+    inline: bool
+    """True if calls are plain memory copies: the caller's thread runs them. False if they
+    can block: they run on the mover's threads under a deadline."""
+    durable: bool
+    """True if bytes survive the process."""
+
+    @property
+    def slots(self) -> int:
+        """Slots usable now. May shrink while running (disk full), never grows."""
+        ...
+
+    def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
+        """Copy `sources[i]` into slot `batch.slots[i]`; OK, BUSY or FAILED per block.
+
+        A durable tier returns OK only once bytes and header would survive a power loss.
+        After anything but OK the slot's content is undefined. Must not raise for
+        conditions of the medium.
+        """
+        ...
+
+    def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
+        """Copy slot `batch.slots[i]` into `targets[i]`; OK, CORRUPT, BUSY or FAILED per block.
+
+        OK means: these are the bytes written under that key and generation. A failure of
+        one block leaves its neighbours' outcomes and bytes intact.
+        """
+        ...
+
+    def views(self, slots: Sequence[int]) -> list[memoryview] | None:
+        """Writable host memory of these slots, or None where the medium has none.
+
+        Lets other tiers move bytes to and from this one without a staging copy. The
+        planner keeps the slots reserved while the views are in use.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release the medium. No other call is running and none follows. Idempotent."""
+        ...

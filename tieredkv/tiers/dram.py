@@ -1,0 +1,125 @@
+"""Host memory, private to the process."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from tieredkv.buffers import check_batch
+from tieredkv.tiers.base import BlockBuffers
+from tieredkv.tiers.slab import CopyPool, Slab, copy_in, copy_out, slot_count
+from tieredkv.types import Batch, Outcome
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 60.0
+
+
+class DramTier:
+    """Slots in one slab of host memory; implements `tieredkv.tiers.base.Tier`.
+
+    A daemon thread touches the pages from the start on (`wait_ready`), so that puts do not
+    pay for page faults, and then page-locks the slab where CUDA is present. Copies release
+    the GIL; a batch of 8 MiB or more is shared by `copy_threads` threads.
+    Thread-safe as the protocol says.
+    """
+
+    inline = True
+    durable = False
+
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        block_bytes: int,
+        copy_threads: int = 2,
+        pin: Literal["auto", "off"] = "auto",
+    ) -> None:
+        """`capacity` in bytes of payload.
+
+        Raises CapacityError if no slot fits, ConfigError if the memory cannot be had.
+        """
+        self._slots = slot_count(name, capacity, block_bytes)
+        self.name = name
+        self.block_bytes = block_bytes
+        self.pinned = False
+        """True once the slab is page-locked for CUDA."""
+        self._slab = Slab(self._slots, block_bytes)
+        self._pool = CopyPool(copy_threads, f"{name}-copy")
+        self._stop = threading.Event()
+        self._pin = pin
+        self._preparation = threading.Thread(
+            target=self._prepare, name=f"{name}-prefault", daemon=True
+        )
+        self._preparation.start()
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Wait until the slab is pre-faulted and pinned; False at the deadline.
+
+        The tier works before; its first writes are only slower.
+        """
+        self._preparation.join(timeout)
+        return not self._preparation.is_alive()
+
+    def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
+        check_batch(batch, sources, self.block_bytes, self._slots)
+        self._pool.run(copy_in, self._slab.rows, batch.slots, sources)
+        return [Outcome.OK] * len(batch)
+
+    def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
+        check_batch(batch, targets, self.block_bytes, self._slots)
+        self._pool.run(copy_out, self._slab.rows, batch.slots, targets)
+        return [Outcome.OK] * len(batch)
+
+    def views(self, slots: Sequence[int]) -> list[memoryview] | None:
+        return self._slab.views(slots)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.close()
+        if not self.wait_ready(CLOSE_TIMEOUT):
+            log.warning("tier %s: page-locking still runs at close; its memory stays", self.name)
+            return
+        if self.pinned:
+            cuda_result(_torch().cuda.cudart().cudaHostUnregister(self._slab.address))
+            self.pinned = False
+        self._slab.close()
+
+    def _prepare(self) -> None:
+        self._slab.prefault(self._stop)
+        if self._pin == "off" or self._stop.is_set() or not cuda_present():
+            return
+        result = _torch().cuda.cudart().cudaHostRegister(self._slab.address, self._slab.nbytes, 0)
+        self.pinned = cuda_result(result)
+        state = "page-locked for CUDA" if self.pinned else "not page-locked, CUDA copies are slower"
+        log.info("tier %s: %d bytes %s", self.name, self._slab.nbytes, state)
+
+
+def cuda_present() -> bool:
+    """True if torch can use a CUDA device. Imports torch only where a driver is loaded."""
+    if "torch" not in sys.modules and not (
+        os.path.exists("/dev/nvidiactl") and importlib.util.find_spec("torch")
+    ):
+        return False
+    return bool(_torch().cuda.is_available())
+
+
+def cuda_result(code: Any) -> bool:
+    """True for success; a failure is logged."""
+    if int(code) != 0:
+        log.warning("CUDA host memory registration: error %d", int(code))
+    return int(code) == 0
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
