@@ -112,6 +112,7 @@ class Planner:
         self.res = residency
         self.room = room
         self.pins = Pins(residency.tree)
+        self._tiers = range(len(residency.levels))
         self.epoch = epoch
         self.through = through
         self.budget = TokenBucket(promotion_budget)
@@ -128,13 +129,22 @@ class Planner:
     def match(self, keys: Sequence[bytes]) -> Match:
         """The longest visible prefix. O(log n + runs on the path)."""
         blocks, run = self.res.tree.match(keys, visible=True)
-        spans: list[tuple[str, int]] = []
-        upto, levels = blocks, self.res.levels
+        spans: list[tuple[int, int]] = []  # deepest first
+        upto = blocks
         while run is not None:
-            here = [(levels[tier].name, count) for tier, count in run.spans(0, upto - run.start)]
-            spans.extend(reversed(here))
+            count, wanted = run.count, upto - run.start
+            tier = next((t for t in self._tiers if count[t]), 0)
+            if count[tier] == len(run.keys):
+                here = ((tier, wanted),)
+            else:
+                here = tuple(run.spans(0, wanted))[::-1]
+            for tier, length in here:
+                if spans and spans[-1][0] == tier:
+                    length += spans.pop()[1]
+                spans.append((tier, length))
             upto, run = run.start, run.parent
-        return Match(blocks, tuple(reversed(spans)))
+        names = self.res.levels
+        return Match(blocks, tuple((names[tier].name, length) for tier, length in spans[::-1]))
 
     def visible(self, key: bytes) -> bool | None:
         """True if stored, False if still being written, None if unknown."""
@@ -350,13 +360,9 @@ class Planner:
                 continue
             first = at
             at += 1
-            while (
-                at < total
-                and move.depths[at] == move.depths[at - 1] + 1
-                and move.depths[at] < run.end
-                and write[at] is Outcome.OK
-            ):
-                at += 1
+            end = min(total, first + run.end - move.depths[first])
+            if move.depths[end - 1] - move.depths[first] == end - 1 - first and good:
+                at = _first_not_ok(write, first, end)
             touched[run.id] = run
             offset = move.depths[first] - run.start
             self.res.install(run, offset, tier, move.dst_slots[first:at])
@@ -602,3 +608,11 @@ class Planner:
                 problems.append(f"{level.name}: a slot has two owners")
             problems += [f"{level.name}: {p}" for p in level.pool.check(set(owned))]
         return problems
+
+
+def _first_not_ok(outcomes: Sequence[Outcome], lo: int, hi: int) -> int:
+    """Position of the first outcome in [lo, hi) that is not OK; `hi` if there is none."""
+    part = outcomes[lo:hi]
+    if part.count(Outcome.OK) == hi - lo:
+        return hi
+    return lo + next(i for i, outcome in enumerate(part) if outcome is not Outcome.OK)

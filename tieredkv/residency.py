@@ -102,21 +102,26 @@ class Residency:
             self._clean(run)
 
     def remove(self, run: Run, offsets: Sequence[int], tier: int, *, lose: bool = False) -> None:
-        """Take these copies out of the tier; slots return to the pool, or wait in `deleted`
+        """Take these copies (ascending offsets) out of the tier; slots return to the pool, or wait in `deleted`
         for the commit that a durable tier needs. `lose` withdraws the slots for good."""
         level, mine = self.levels[tier], run.slots[tier]
         assert mine is not None
-        was = run.present(tier)
-        slots = [mine[offset] for offset in offsets]
-        for offset in offsets:
-            mine[offset] = ABSENT
-        run.count[tier] -= len(slots)
+        was, first, count = run.present(tier), offsets[0], len(offsets)
+        if offsets[-1] - first == count - 1:
+            slots = mine[first : first + count].tolist()
+            mine[first : first + count] = array("i", [ABSENT]) * count
+            keys = run.keys[first : first + count]
+        else:
+            slots = [mine[offset] for offset in offsets]
+            keys = tuple(run.keys[offset] for offset in offsets)
+            for offset in offsets:
+                mine[offset] = ABSENT
+        run.count[tier] -= count
         if not run.count[tier]:
             run.slots[tier] = None
             level.policy.forget(run.id, True)
         elif not run.kids[tier]:
             self._record(run, tier, Kind.RESIZE)
-        keys = tuple(run.keys[offset] for offset in offsets)
         if lose:
             for slot in slots:
                 level.pool.lose(slot)

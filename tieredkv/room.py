@@ -185,7 +185,19 @@ class Room:
         """Blocks at the run's tail in `tier` that may be dropped now, at most `wanted`."""
         if not run.visible or (run.busy[tier] and tier == self.res.durable):
             return 0
-        pinned = max(run.pins.values()) - run.start if run.pins else 0
+        pinned = max(0, max(run.pins.values()) - run.start) if run.pins else 0
+        if run.full(tier):
+            free = min(wanted, len(run.keys) - pinned)
+            if any(run.full(t) for t in range(len(run.count)) if t != tier):
+                return free
+            if run.only(tier):
+                return 0 if run.children or (not force and self._refuge(run, tier, now)) else free
+        return self._evictable_slowly(run, tier, wanted, pinned, now, force)
+
+    def _evictable_slowly(
+        self, run: Run, tier: int, wanted: int, pinned: int, now: float, force: bool
+    ) -> int:
+        """Block by block: some have other copies and some do not."""
         edge = len(run.keys)  # blocks from here on will have left the hierarchy
         refuge: bool | None = None if not force else False
         free = 0
@@ -225,8 +237,9 @@ class Room:
     def _evict(self, run: Run, tier: int, count: int) -> None:
         offsets = list(islice(run.tail(tier), count))[::-1]
         self.evicted[tier] += count
+        last_copies = run.only(tier)
         self.res.remove(run, offsets, tier)
-        edge = len(run.keys)
+        edge = offsets[0] if last_copies else len(run.keys)
         while edge and not run.copies(edge - 1):
             edge -= 1
         if edge < len(run.keys) and not run.children:

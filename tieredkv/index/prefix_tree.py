@@ -71,6 +71,14 @@ class Run:
         """Number of tiers with a readable copy of the block."""
         return sum(slots is not None and slots[offset] != ABSENT for slots in self.slots)
 
+    def full(self, tier: int) -> bool:
+        """Every block has a readable copy in `tier`."""
+        return self.count[tier] == len(self.keys)
+
+    def only(self, tier: int) -> bool:
+        """No block has a readable copy anywhere else."""
+        return sum(self.count) == self.count[tier]
+
     def fastest(self, offset: int) -> int:
         """The fastest tier with a readable copy; the block must have one."""
         return next(t for t, slots in enumerate(self.slots) if slots and slots[offset] != ABSENT)
@@ -78,10 +86,14 @@ class Run:
     def tail(self, tier: int) -> Iterator[int]:
         """Offsets of the blocks readable in `tier`, last first."""
         slots = self.slots[tier]
-        if slots is not None:
-            for offset in range(len(slots) - 1, -1, -1):
-                if slots[offset] != ABSENT:
-                    yield offset
+        if slots is None:
+            return
+        if self.count[tier] == len(slots):
+            yield from range(len(slots) - 1, -1, -1)
+            return
+        for offset in range(len(slots) - 1, -1, -1):
+            if slots[offset] != ABSENT:
+                yield offset
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """(fastest tier, blocks) over the offsets [lo, hi) of a visible run, run-length coded."""
@@ -115,6 +127,8 @@ class PrefixTree:
         # Values are run ids, not runs: a dict of atoms is invisible to the garbage collector,
         # whose full passes would otherwise walk a million entries.
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
+        self._added = 0
+        self._next_shard = 0
 
     def find(self, key: bytes) -> Run | None:
         """The run that holds the block, visible or not. O(1)."""
@@ -164,6 +178,7 @@ class PrefixTree:
             parent.children[run.id] = run
         self._map(run)
         self.blocks += len(run.keys)
+        self._compact(len(run.keys))
         return run
 
     def split(self, run: Run, offset: int) -> Run:
@@ -198,8 +213,9 @@ class PrefixTree:
 
     def cut(self, run: Run, offset: int) -> None:
         """Forget the blocks from `offset` on. They have no copies and no children by now."""
+        shards = self._shards
         for key in run.keys[offset:]:
-            del self._shards[key[0]][key]
+            del shards[key[0]][key]
         self.blocks -= len(run.keys) - offset
         run.keys = run.keys[:offset]
         for tier, slots in enumerate(run.slots):
@@ -254,6 +270,16 @@ class PrefixTree:
         if total != self.blocks or total != sum(map(len, self._shards)):
             problems.append(f"{total} blocks in runs, {self.blocks} counted")
         return problems
+
+    def _compact(self, added: int) -> None:
+        """Rebuild one shard from time to time: a dict that sees deletions grows to three times
+        what it holds, one that is copied in time does not. A shard's turn comes after it has
+        taken about a quarter of its size in new blocks."""
+        self._added += added
+        while self._added * 4 * SHARDS >= self.blocks + 4 * SHARDS * SHARDS:
+            self._added -= min(self._added, self.blocks // (4 * SHARDS) + 1)
+            self._shards[self._next_shard] = dict(self._shards[self._next_shard])
+            self._next_shard = (self._next_shard + 1) % SHARDS
 
     def _map(self, run: Run) -> None:
         shards, run_id = self._shards, run.id

@@ -1,19 +1,24 @@
-"""GPU memory, or host memory in its place."""
+"""GPU memory, or host memory in its place.
+
+torch is imported when a tier is made: it takes seconds that other hierarchies need not pay.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from tieredkv.buffers import check_batch
 from tieredkv.errors import ConfigError
 from tieredkv.tiers.base import BlockBuffer, BlockBuffers
 from tieredkv.tiers.slab import Slab, copy_in, copy_out, runs, slot_count
 from tieredkv.types import Batch, Outcome
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ class HbmTier:
 
         Raises CapacityError if no slot fits, ConfigError if the memory cannot be had.
         """
+        import torch
+
         self._slots = slot_count(name, capacity, block_bytes)
         self.name = name
         self.block_bytes = block_bytes
@@ -78,12 +85,16 @@ class HbmTier:
         return None if self._slab is None else self._slab.views(slots)
 
     def close(self) -> None:
+        import torch
+
         self.tensor = torch.empty((0, self.block_bytes), dtype=torch.uint8)
         if self._slab is not None:
             self._slab.close()
 
     def _on_stream(self, copy: Any, batch: Batch, buffers: BlockBuffers) -> list[Outcome]:
         """Run `copy` and wait for it; a CUDA error fails the batch, it does not raise."""
+        import torch
+
         try:
             with torch.cuda.stream(self._stream):
                 copy(batch.slots, buffers)
@@ -94,6 +105,8 @@ class HbmTier:
         return [Outcome.OK] * len(batch)
 
     def _to_device(self, slots: Sequence[int], sources: BlockBuffers) -> None:
+        import torch
+
         if isinstance(sources, np.ndarray):
             for i, slot, n in runs(slots, 0, len(slots)):
                 host = torch.from_numpy(_plain(sources[i : i + n]))
@@ -103,6 +116,8 @@ class HbmTier:
             self.tensor[slot].copy_(torch.from_numpy(_plain(source)), non_blocking=True)
 
     def _to_host(self, slots: Sequence[int], targets: BlockBuffers) -> None:
+        import torch
+
         if isinstance(targets, np.ndarray):
             # one gather on the device and one transfer, however scattered the slots are
             index = torch.tensor(list(slots), device=self.tensor.device)
@@ -114,6 +129,8 @@ class HbmTier:
 
 
 def _device(name: str, device: str) -> torch.device:
+    import torch
+
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -13,10 +13,10 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from aiofiles.base import wrap
 
@@ -86,10 +86,10 @@ class DirectFile:
         self._fd = fd
 
     def pwrite(self, buffers: Sequence[BlockBuffer], offset: int) -> int:
-        return os.pwritev(self._fd, buffers, offset)
+        return os.pwritev(self._fd, cast(Any, buffers), offset)
 
     def pread(self, buffers: Sequence[BlockBuffer], offset: int) -> int:
-        return os.preadv(self._fd, buffers, offset)
+        return os.preadv(self._fd, cast(Any, buffers), offset)
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -119,13 +119,17 @@ class PortableEngine:
     def open(self, path: Path) -> File:
         return PortableFile(self, os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
-    def run(self, call: Callable[..., Coroutine[Any, Any, T]], *args: object) -> T:
+    def run(self, call: Callable[..., Awaitable[T]], *args: object) -> T:
         """Run a wrapped system call on the loop and wait for its real end.
 
         Giving up earlier would hand back buffers in use, so the wait ends with the call or
         with the loop.
         """
-        future = asyncio.run_coroutine_threadsafe(call(*args, executor=self._pool), self._loop)
+
+        async def await_call() -> T:
+            return await call(*args, executor=self._pool)
+
+        future = asyncio.run_coroutine_threadsafe(await_call(), self._loop)
         while not future.done():
             try:
                 return future.result(POLL)

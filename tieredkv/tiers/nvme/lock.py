@@ -1,7 +1,8 @@
-"""flock, with an error that says who holds it."""
+"""flock on files, with errors that say who holds it and what to do."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -11,14 +12,31 @@ from pathlib import Path
 from tieredkv.errors import DirectoryError, DirectoryInUse
 
 POLL = 0.01
+REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or use larger segments",
+    errno.ENFILE: "raise fs.file-max",
+    errno.EACCES: "give this user write permission, or choose another path",
+    errno.EPERM: "give this user write permission, or choose another path",
+    errno.EROFS: "mount the filesystem writable, or choose another path",
+    errno.ENOTDIR: "choose a path that is a directory",
+    errno.EEXIST: "choose a path that is a directory",
+    errno.ENOSPC: "free space on the filesystem",
+}
 
 _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
-class FileLock:
-    """An exclusive flock on a file, held until `close`, or until the process ends.
+def refused(path: Path, error: OSError) -> DirectoryError:
+    """The error to raise for a directory that cannot be used because of `error`."""
+    remedy = REMEDIES.get(error.errno or 0, "check the filesystem")
+    return DirectoryError(f"{path}: {error.strerror or error}; {remedy}")
 
-    A forked child does not keep it: only descriptors without the lock's owner would.
+
+class FileLock:
+    """An exclusive flock on a file, held until `close` or the end of the process.
+
+    A forked child gives its copy of the descriptor up, so that it cannot keep the lock
+    longer than its parent.
     """
 
     def __init__(self, path: Path, wait: float = 0.0) -> None:
@@ -27,36 +45,20 @@ class FileLock:
         Waits up to `wait` seconds. Raises DirectoryInUse naming the holder, DirectoryError.
         """
         self.path = path
+        self._fd: int | None = None
         deadline = time.monotonic() + wait
-        while True:
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                raise DirectoryError(f"{path}: cannot open the lock file: {error}") from error
-            if self._take(fd):
-                break
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "?"
-            os.close(fd)
-            if time.monotonic() >= deadline:
-                raise DirectoryInUse(_in_use(path, holder))
-            time.sleep(POLL)
-        self._fd: int | None = fd
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        _held.add(self)
-
-    def _take(self, fd: int) -> bool:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # somebody may have removed the directory between open and flock
-            return os.stat(self.path).st_ino == os.fstat(fd).st_ino
-        except (BlockingIOError, FileNotFoundError):
-            return False
+            while (fd := _try(path)) is None:
+                if time.monotonic() >= deadline:
+                    raise DirectoryInUse(_in_use(path))
+                time.sleep(POLL)
+            self._fd = fd
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
-            os.close(fd)
-            raise DirectoryError(
-                f"{self.path}: the filesystem refuses flock ({error}); use a local one"
-            ) from error
+            self.close()
+            raise refused(path, error) from error
+        _held.add(self)
 
     def close(self) -> None:
         """Idempotent. Never LOCK_UN: in a forked child it would free the parent's lock."""
@@ -65,7 +67,40 @@ class FileLock:
             os.close(fd)
 
 
-def _in_use(path: Path, holder: str) -> str:
+def is_free(path: Path) -> bool:
+    """Whether nobody holds the lock; changes nothing."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _try(path: Path) -> int | None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:
+            return fd
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:
+        os.close(fd)
+        raise
+    # the directory was reclaimed between open and flock, and is there again
+    os.close(fd)
+    return None
+
+
+def _in_use(path: Path) -> str:
+    holder = path.read_bytes()[:32].decode("ascii", "replace").strip() or "unknown"
     if holder == str(os.getpid()):
         return (
             f"{path.parent} is open in this process (pid {holder}) already; "

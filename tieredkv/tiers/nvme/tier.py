@@ -1,0 +1,304 @@
+"""The NVMe tier: slots in preallocated segment files, verified on every read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, cast
+
+import xxhash
+
+from tieredkv.errors import BlockSizeError, ClosedError, UsageError
+from tieredkv.tiers.base import BlockBuffer, BlockBuffers
+from tieredkv.tiers.nvme.directory import Directory
+from tieredkv.tiers.nvme.engines import Engine, File, select
+from tieredkv.tiers.nvme.segment import Segment, identity
+from tieredkv.tiers.nvme.segments import SegmentSet
+from tieredkv.tiers.nvme.transfer import Transfer, Truncated
+from tieredkv.types import Batch, Outcome
+
+log = logging.getLogger(__name__)
+
+Copy = Callable[[File, int, Sequence[BlockBuffer]], None]
+Item = tuple[int, int]
+"""(position in the batch, slot in its segment)"""
+
+
+class NvmeTier:
+    """Slots in segment files; implements `tieredkv.tiers.base.Tier`.
+
+    A write returns OK once payload and slot header survive a power loss. A read returns OK
+    only for the bytes written under that key, generation and epoch; their checksum is
+    compared every time. In a forked child all calls return FAILED.
+    Thread-safe as the protocol says.
+    """
+
+    inline = False
+    durable = True
+
+    def __init__(
+        self,
+        directory: Directory,
+        name: str,
+        block_bytes: int,
+        capacity: int | None,
+        *,
+        min_free: int = 1 << 30,
+        engine: Literal["auto", "direct", "portable"] | Engine = "auto",
+        segment: int = 256 << 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the segments in `directory`, which must own a rank and outlive the tier.
+
+        `capacity` in bytes bounds the whole root, what other fingerprints and the index
+        take included; files are allocated as slots are first used. None takes the files as
+        they are and changes nothing (for inspection). `min_free` bytes of the filesystem
+        stay free. `segment` is the size of a segment file in bytes.
+
+        Raises CapacityError if no block fits, DirectoryError if the files cannot be used.
+        """
+        if directory.rank is None or not directory.owned:
+            raise UsageError("the directory must be open, with a rank")
+        if block_bytes <= 0:
+            raise UsageError(f"block_bytes {block_bytes}: must be larger than 0")
+        self.name = name
+        self.block_bytes = block_bytes
+        self.counters: Counter[str] = Counter()
+        """Blocks by what happened, like `write_ok` or `read_corrupt`."""
+        self.last_error: str | None = None
+        """Text of the latest error of the medium."""
+        self._directory = directory
+        self._seed = int.from_bytes(directory.digest[:8], "little")
+        self._counting = threading.Lock()
+        self._stores_fail = False
+        self._closed = False
+        if isinstance(engine, str):
+            self._engine, self.mode_reason = select(engine, directory.rank_path)
+        else:
+            self._engine, self.mode_reason = engine, "given"
+        try:
+            self._segments = SegmentSet(
+                directory, self._engine, block_bytes, capacity, min_free, segment, clock
+            )
+        except BaseException:
+            self._engine.close()
+            raise
+        geometry = self._segments.geometry
+        self._transfer = Transfer(block_bytes, geometry.slot_bytes, self._engine.alignment)
+        log.info("tier %s: %s I/O (%s)", name, self.mode, self.mode_reason)
+
+    @property
+    def mode(self) -> str:
+        """Name of the active engine; `mode_reason` says why."""
+        return self._engine.name
+
+    @property
+    def slots(self) -> int:
+        return self._segments.slots
+
+    @property
+    def index_bytes(self) -> int:
+        """The part of the capacity that is the index's: its `set_map_limit`."""
+        return self._segments.index_bytes
+
+    @property
+    def segments(self) -> SegmentSet:
+        """For inspection."""
+        return self._segments
+
+    def health(self) -> str | None:
+        """What is wrong, None if nothing is."""
+        if self._stores_fail:
+            return f"stores fail: {self.last_error or self._segments.growth_error}"
+        if self._segments.growth_error:
+            return f"cannot grow: {self._segments.growth_error}"
+        return None
+
+    def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
+        self._check(batch, sources)
+        outcomes = [Outcome.FAILED] * len(batch)
+        if not self._directory.owned:
+            return outcomes
+        written: list[tuple[Segment, list[int]]] = []
+        for index, segment_slots in self._by_segment(batch):
+            segment = self._segments.get_or_create(index)
+            if segment is not None:
+                done = self._write_segment(segment, segment_slots, batch, sources, outcomes)
+                written.append((segment, done))
+        for segment, done in written:
+            if self._attempt(segment.sync):
+                for position in done:
+                    outcomes[position] = Outcome.OK
+        self._stores_fail = bool(outcomes) and all(o is Outcome.FAILED for o in outcomes)
+        self._count("write", outcomes)
+        return outcomes
+
+    def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
+        self._check(batch, targets)
+        outcomes = [Outcome.CORRUPT] * len(batch)
+        if not self._directory.owned:
+            return [Outcome.FAILED] * len(batch)
+        for index, segment_slots in self._by_segment(batch):
+            segment = self._segments.get(index)
+            if segment is None:
+                continue
+            sums = self._sums(segment, segment_slots, batch)
+            good = [item for item in segment_slots if item[0] in sums]
+            done = self._copy(self._transfer.read, segment, good, targets, outcomes)
+            for position in done:
+                outcomes[position] = self._verdict(targets[position], sums[position])
+        self._count("read", outcomes)
+        return outcomes
+
+    def verify(self, batch: Batch) -> list[Outcome]:
+        """Like `read`, without keeping the bytes."""
+        with self._transfer.bounce() as memory:
+            return [
+                self.read(
+                    Batch([slot], [key], [generation], batch.epoch), [memory[: self.block_bytes]]
+                )[0]
+                for slot, key, generation in zip(
+                    batch.slots, batch.keys, batch.generations, strict=True
+                )
+            ]
+
+    def views(self, slots: Sequence[int]) -> list[memoryview] | None:
+        return None
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._segments.close()
+            self._engine.close()
+
+    def _check(self, batch: Batch, buffers: BlockBuffers) -> None:
+        if self._closed:
+            raise ClosedError(f"tier {self.name} is closed")
+        if len(buffers) != len(batch):
+            raise UsageError(f"{len(buffers)} buffers for {len(batch)} slots")
+
+    def _by_segment(self, batch: Batch) -> Iterator[tuple[int, list[Item]]]:
+        """Number of the segment and its items, slots ascending."""
+        table_slots = self._segments.geometry.table_slots
+        groups: dict[int, list[Item]] = {}
+        for position, slot in sorted(enumerate(batch.slots), key=lambda item: item[1]):
+            if slot < 0:
+                raise UsageError(f"slot {slot} is negative")
+            groups.setdefault(slot // table_slots, []).append((position, slot % table_slots))
+        yield from groups.items()
+
+    def _write_segment(
+        self,
+        segment: Segment,
+        slots: list[Item],
+        batch: Batch,
+        sources: BlockBuffers,
+        outcomes: list[Outcome],
+    ) -> list[int]:
+        """Payloads and headers; returns the positions that only need a sync now."""
+        sums: dict[int, int] = {}
+        for position, slot in slots:
+            try:
+                if slot < segment.slots:
+                    sums[position] = self._sum(sources[position])
+            except ValueError as error:
+                outcomes[position] = self._released(error)
+        todo = [item for item in slots if item[0] in sums]
+        done = set(self._copy(self._transfer.write, segment, todo, sources, outcomes))
+        headers = [
+            (slot, self._identity(batch, position), sums[position])
+            for position, slot in todo
+            if position in done
+        ]
+        if headers and self._attempt(lambda: segment.put_headers(headers)):
+            return list(done)
+        return []
+
+    def _copy(
+        self,
+        copy: Copy,
+        segment: Segment,
+        slots: list[Item],
+        buffers: BlockBuffers,
+        outcomes: list[Outcome],
+    ) -> list[int]:
+        """Copy runs of consecutive slots; returns the positions that went well.
+
+        A run that fails is repeated block by block, so that neighbours do not suffer.
+        """
+        done: list[int] = []
+        for run in _runs(slots):
+            try:
+                offset = segment.geometry.offset(run[0][1])
+                copy(segment.file, offset, [buffers[position] for position, _ in run])
+            except (OSError, Truncated, ValueError, BufferError) as error:
+                if len(run) > 1:
+                    for item in run:
+                        done += self._copy(copy, segment, [item], buffers, outcomes)
+                    continue
+                outcomes[run[0][0]] = self._failure(error)
+            else:
+                done += [position for position, _ in run]
+        return done
+
+    def _sums(self, segment: Segment, slots: list[Item], batch: Batch) -> dict[int, int]:
+        """Expected checksums, of those positions whose slot header is the right one."""
+        sums: dict[int, int] = {}
+        for position, slot in slots:
+            if slot < segment.slots:
+                found = segment.checksum(slot, self._identity(batch, position))
+                if found is not None:
+                    sums[position] = found
+        return sums
+
+    def _identity(self, batch: Batch, position: int) -> bytes:
+        key, generation = batch.keys[position], batch.generations[position]
+        return identity(key, generation, batch.epoch, self.block_bytes)
+
+    def _sum(self, block: BlockBuffer) -> int:
+        if len(block) != self.block_bytes:
+            raise BlockSizeError(f"block of {len(block)} bytes instead of {self.block_bytes}")
+        return xxhash.xxh3_64_intdigest(cast(Any, block), self._seed)
+
+    def _verdict(self, block: BlockBuffer, expected: int) -> Outcome:
+        try:
+            return Outcome.OK if self._sum(block) == expected else Outcome.CORRUPT
+        except ValueError as error:
+            return self._released(error)
+
+    def _failure(self, error: Exception) -> Outcome:
+        if isinstance(error, (ValueError, BufferError)):
+            return self._released(error)
+        self.last_error = str(error)
+        return Outcome.CORRUPT if isinstance(error, Truncated) else Outcome.FAILED
+
+    def _released(self, error: Exception) -> Outcome:
+        """The mover takes its views back at the deadline; anything else is a bug."""
+        if isinstance(error, BlockSizeError):
+            raise error
+        return Outcome.BUSY
+
+    def _attempt(self, action: Callable[[], None]) -> bool:
+        try:
+            action()
+        except OSError as error:
+            self.last_error = str(error)
+            return False
+        return True
+
+    def _count(self, operation: str, outcomes: Sequence[Outcome]) -> None:
+        with self._counting:
+            for outcome, n in Counter(outcomes).items():
+                self.counters[f"{operation}_{outcome}"] += n
+
+
+def _runs(slots: list[Item]) -> Iterator[list[Item]]:
+    """Split at gaps between slot numbers."""
+    start = 0
+    for i in range(1, len(slots) + 1):
+        if i == len(slots) or slots[i][1] != slots[i - 1][1] + 1:
+            yield slots[start:i]
+            start = i
