@@ -29,7 +29,8 @@ from tieredkv.room import Room
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier
-from tieredkv.tiers.nvme import Directory, NvmeTier
+from tieredkv.tiers.nvme.directory import Directory
+from tieredkv.tiers.nvme.tier import NvmeTier
 from tieredkv.types import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -154,15 +155,17 @@ def _tier(spec: TierConfig, block_bytes: int, disk: Disk | None) -> Tier:
         return DramTier(spec.label, spec.capacity, block_bytes, spec.copy_threads, spec.pin)
     if isinstance(spec, NvmeConfig):
         assert disk is not None
-        return NvmeTier(
-            spec.label,
+        tier = NvmeTier(
             disk.directory,
-            block_bytes=block_bytes,
-            capacity=spec.capacity,
+            spec.label,
+            block_bytes,
+            spec.capacity,
             min_free=spec.min_free,
             engine=spec.engine,
-            segment_bytes=spec.segment,
+            segment=spec.segment,
         )
+        disk.index.set_map_limit(tier.index_bytes)
+        return tier
     assert isinstance(spec, PluginTierConfig)
     return _plugin_tier(spec, block_bytes)
 

@@ -344,10 +344,11 @@ class Planner:
         assert tier is not None
         pool = self.res.levels[tier].pool
         touched: dict[int, Run] = {}
+        stale = tier == self.res.durable and move.epoch != self.epoch  # cleared meanwhile
         at, total = 0, len(move)
         while at < total:
             run = self.res.written(move.keys[at], move.generations[at], tier)
-            good = write[at] is Outcome.OK
+            good = write[at] is Outcome.OK and not stale
             if run is None or not good or not self._closed(run, move.depths[at], tier):
                 if run is not None:
                     self.res.unreserve(run, move.keys[at], tier)

@@ -126,23 +126,25 @@ class DurableIndex:
         self._check_open()
         self._env.set_map_limit(n)
 
-    def load(self, slot_limit: int) -> list[Piece]:
+    def load(self, slot_limit: int, prune: bool = True) -> list[Piece]:
         """All blocks that can be reached from the root, parents before children.
 
         Rows of one generation whose links and depths match make one piece, even if the
         parent of another piece is in the middle of it: who replays them splits there.
-        Dropped, also from the index: other epochs, slots outside `range(slot_limit)`, all
+        Dropped, with `prune` also from the index: other epochs, slots outside `range(slot_limit)`, all
         but the highest generation of a slot, and what has lost an ancestor.
         """
         self._check_open()
         try:
             found = self._assemble(slot_limit)
         except DamagedIndex as error:
+            if not prune:
+                raise
             log.warning("index %s cannot be read (%s); starting cold", self.path, error)
             self._env.close(self._limits[-1])
             self._replace()
             return []
-        if found.dropped:
+        if found.dropped and prune:
             log.warning("index %s: dropped blocks: %s", self.path, found.reasons)
             self._write(lambda txn: txn.delete(found.dropped))
         self.dropped = found.reasons
