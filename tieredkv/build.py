@@ -57,7 +57,8 @@ def open_disk(config: Config, fingerprint: Fingerprint) -> Disk | None:
         return None
     directory = Directory.open(tier.path, fingerprint, config.block_tokens)
     try:
-        return Disk(directory, DurableIndex(directory.index_path, DaemonExecutor(1, "tieredkv-index")))
+        executor = DaemonExecutor(1, "tieredkv-index")
+        return Disk(directory, DurableIndex(directory.index_path, executor))
     except BaseException:
         directory.close()
         raise
@@ -111,10 +112,11 @@ def _planner(
     levels = []
     for spec, tier, policy in zip(config.tiers, tiers, policies, strict=True):
         eviction = spec.eviction or config.eviction
+        capacity = tier.slots * block_bytes
         levels.append(
             Level(
                 tier.name,
-                _policy(policy, eviction.policy, tier.slots * block_bytes, block_bytes, eviction.seed),
+                _policy(policy, eviction.policy, capacity, block_bytes, eviction.seed),
                 tier.slots,
                 durable=tier.durable and spec is nvme,
                 accepts=not (spec is nvme and nvme.write == "off"),
@@ -132,9 +134,7 @@ def _planner(
     )
 
 
-def _policy(
-    kind: type, name: str, capacity: int, block_bytes: int, seed: int
-) -> EvictionPolicy:
+def _policy(kind: type, name: str, capacity: int, block_bytes: int, seed: int) -> EvictionPolicy:
     try:
         policy: EvictionPolicy = kind(capacity, block_bytes, seed)
     except Exception as error:  # foreign code

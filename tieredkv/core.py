@@ -18,7 +18,8 @@ from tieredkv.config import MoverConfig
 from tieredkv.index.durable import DurableIndex
 from tieredkv.metrics import Metrics
 from tieredkv.mover import Mover, Transfer
-from tieredkv.planner import Effects, Planner, PutPlan
+from tieredkv.planner import Planner
+from tieredkv.plans import Effects, PutPlan
 from tieredkv.tiers.base import Tier
 from tieredkv.types import Clock, Move, Outcome, Turn
 
@@ -98,10 +99,8 @@ class Core:
             self._start(effects.moves)
             if not plan.wait:
                 return plan
-            with self._changed:
-                left = patience - time.monotonic()
-                if not self._changed.wait_for(lambda seen=seen: self._ends != seen, max(0.0, left)):
-                    force = self._stalled = True
+            if not self._await_end(seen, patience):
+                force = self._stalled = True
 
     def _run_put(
         self,
@@ -125,10 +124,17 @@ class Core:
                     result = [Outcome.FAILED if r is Outcome.OK else r for r in result]
             outcomes[lo : lo + len(move)] = result
 
+    def _await_end(self, seen: int, deadline: float) -> bool:
+        """Wait until anything has ended since `seen`; False at the deadline."""
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: self._ends != seen, left)
+
     def _await_visible(self, key: bytes, deadline: float) -> Outcome:
         with self._changed:
             self._changed.wait_for(
-                lambda: self.planner.visible(key) is not False, max(0.0, deadline - time.monotonic())
+                lambda: self.planner.visible(key) is not False,
+                max(0.0, deadline - time.monotonic()),
             )
             visible = self.planner.visible(key)
         return {True: Outcome.OK, False: Outcome.BUSY, None: Outcome.FAILED}[visible]
@@ -250,10 +256,8 @@ class Core:
                 self.planner.room.write_back(self.clock(), self._write_back_blocks())
                 effects, seen = self._drain(), self._ends
             self._start(effects.moves)
-            with self._changed:
-                pending = lambda seen=seen: self._ends != seen or not self.planner.writes(durable)  # noqa: E731
-                if not self._changed.wait_for(pending, max(0.0, deadline - time.monotonic())):
-                    return False
+            if self.planner.writes(durable) and not self._await_end(seen, deadline):
+                return False
         committed = self.index.flush(max(0.0, deadline - time.monotonic()))
         with self.lock:
             return committed and self.planner.room.refused == refused
@@ -403,7 +407,9 @@ class Core:
         self._note(effects.moves)
         if effects.index is not None and self.index is not None:
             op = effects.index
-            self.index.submit(op.puts, [k for k, _ in op.deletes], lambda ok: self._committed(op.ticket, ok))
+            self.index.submit(
+                op.puts, [k for k, _ in op.deletes], lambda ok: self._committed(op.ticket, ok)
+            )
         return effects
 
     def _committed(self, ticket: int, ok: bool) -> None:

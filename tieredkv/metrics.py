@@ -91,7 +91,7 @@ class Metrics:
             buckets=BUCKETS, registry=self.registry,
         )  # fmt: skip
         self._timers = {op: self._seconds.labels(op) for op in ("put", "get", "lookup")}
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
 
     def seconds(self, operation: Literal["put", "get", "lookup"], elapsed: float) -> None:
         self._timers[operation].observe(elapsed)
@@ -156,9 +156,7 @@ class Metrics:
         )
         for labels, value in list(self.blocks.items()):
             blocks.add_metric(list(labels), value)
-        nbytes = CounterMetricFamily(
-            "tieredkv:bytes", "Bytes moved.", labels=["operation", "tier"]
-        )
+        nbytes = CounterMetricFamily("tieredkv:bytes", "Bytes moved.", labels=["operation", "tier"])
         for pair, value in list(self.bytes.items()):
             nbytes.add_metric(list(pair), value)
         yield from (blocks, nbytes)

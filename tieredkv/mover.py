@@ -182,9 +182,7 @@ class Lane:
 class Mover:
     """Runs jobs on an executor: all queued loads before the next store."""
 
-    def __init__(
-        self, executor: Executor, threads: int, load_limit: int, store_limit: int
-    ) -> None:
+    def __init__(self, executor: Executor, threads: int, load_limit: int, store_limit: int) -> None:
         self._executor = executor
         self._threads = threads
         self._lock = threading.Condition()
@@ -234,9 +232,7 @@ class Mover:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closed = True
-            self._lock.wait_for(
-                lambda: not self._loads.bytes and not self._stores.bytes, timeout
-            )
+            self._lock.wait_for(lambda: not self._loads.bytes and not self._stores.bytes, timeout)
         return self._executor.close(max(0.0, deadline - time.monotonic()))
 
     def _enqueue(self, lane: Lane, jobs: Sequence[tuple[Callable[[], None], int]]) -> bool:

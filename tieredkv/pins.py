@@ -62,7 +62,8 @@ class Pins:
         """Distinct blocks kept now. O(runs on the pinned chains)."""
         kept: dict[int, int] = {}
         for pin in self._pins.values():
-            run, depth = self._tree.find(pin.key), pin.depth
+            run: Run | None = self._tree.find(pin.key)
+            depth = pin.depth
             while run is not None and kept.get(run.id, 0) < depth - run.start:
                 kept[run.id] = depth - run.start
                 run, depth = run.parent, run.start

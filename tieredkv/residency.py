@@ -33,7 +33,9 @@ class Level:
 
     def __post_init__(self) -> None:
         if self.slots < 1:
-            raise CapacityError(f"tier {self.name!r} has no room for a single block: raise its capacity")
+            raise CapacityError(
+                f"tier {self.name!r} has no room for a single block: raise its capacity"
+            )
         self.pool = SlotPool(self.slots)
 
 
@@ -201,7 +203,9 @@ class Residency:
                 self._presence(run, tier, was)
         dropped = len(run.keys) - offset
         if run.pins:
-            run.pins = {pin: end for pin, end in run.pins.items() if end <= run.start + offset} or None
+            run.pins = {
+                pin: end for pin, end in run.pins.items() if end <= run.start + offset
+            } or None
         self.tree.cut(run, offset)
         if not offset or (self.durable is not None and run.count[self.durable] == offset):
             self._clean(run)
@@ -263,7 +267,9 @@ class Residency:
             for tier, level in enumerate(self.levels):
                 writing = sum(key in level.writing for key in run.keys)
                 if writing != run.busy[tier]:
-                    problems.append(f"run {run.id}: {run.busy[tier]} writes to {level.name}, not {writing}")
+                    problems.append(
+                        f"run {run.id}: {run.busy[tier]} writes to {level.name}, not {writing}"
+                    )
         stray = (self.dirty.keys() | self.declined) - self.tree.runs.keys()
         if stray or self.dirty.keys() & self.declined:
             problems.append(f"dirty list names dead runs {sorted(stray)[:8]} or a run twice")
@@ -312,7 +318,7 @@ class Residency:
     def access(self, run: Run, blocks: int, kind: Kind) -> Access:
         return Access(
             kind, run.id, run.keys[-1], blocks, blocks * self.block_bytes, run.end,
-            run.born, run.last, run.hits, run.turn,
+            run.born, run.last, run.hits, run.turn, run.keys[0],
         )  # fmt: skip
 
     def _record(self, run: Run, tier: int, kind: Kind) -> None:

@@ -135,7 +135,8 @@ class Room:
         for run in reversed(path):
             for offset in range(run.count[tier], len(run.keys)):
                 source = next(
-                    (t for t in range(tier - 1, -1, -1) if self._slot(run, offset, t) != ABSENT), None
+                    (t for t in range(tier - 1, -1, -1) if self._slot(run, offset, t) != ABSENT),
+                    None,
                 )
                 if source is None or chosen not in (None, source):
                     return
@@ -225,7 +226,9 @@ class Room:
     def _admitted(self, run: Run, now: float) -> bool:
         if self.admission is None:
             return True
-        blocks = len(run.keys) - (run.count[self.res.durable] if self.res.durable is not None else 0)
+        blocks = len(run.keys) - (
+            run.count[self.res.durable] if self.res.durable is not None else 0
+        )
         return self.admission.admit(self.res.access(run, blocks, Kind.RESIZE), now)
 
     def _pinned(self, run: Run, tier: int) -> int:

@@ -288,7 +288,10 @@ class TieredKVStore:
             self._closed = True
         limit = self.config.mover.close_deadline if timeout is None else timeout
         deadline = time.monotonic() + limit
-        left = lambda: max(0.0, deadline - time.monotonic())  # noqa: E731
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
         good = self._puts.close(left()) and self._gets.close(left())
         if self._core is not None:
             good &= self._core.flush(left())
@@ -324,9 +327,7 @@ class TieredKVStore:
         good = outcomes.count(Outcome.OK)
         with core.lock:
             self.metrics.stored_tokens += good * self.config.block_tokens
-            self.metrics.dropped_tokens += (
-                outcomes.count(Outcome.BUSY) * self.config.block_tokens
-            )
+            self.metrics.dropped_tokens += outcomes.count(Outcome.BUSY) * self.config.block_tokens
         return outcomes
 
     def _get(

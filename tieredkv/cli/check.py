@@ -129,9 +129,7 @@ def _ranks(path: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit()) or [0]
 
 
-def _open_index(
-    directory: Directory, repair: bool, report: DirectoryReport
-) -> DurableIndex | None:
+def _open_index(directory: Directory, repair: bool, report: DirectoryReport) -> DurableIndex | None:
     executor = DaemonExecutor(1, "tieredkv-check")
     try:
         index = DurableIndex(directory.index_path, executor, keep_damaged=not repair)

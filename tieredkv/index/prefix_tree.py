@@ -154,9 +154,10 @@ class PrefixTree:
         if found is not None:
             offset = low - 1 - found.start
             if not 0 <= offset < len(found.keys) or found.keys[offset] != keys[low - 1]:
+                place = found.start + found.keys.index(keys[low - 1])
                 raise UsageError(
-                    f"keys[{low - 1}] is stored as block {found.start + found.keys.index(keys[low - 1])}"
-                    " of its chain: pass the chain from its root, as chain_keys() returns it"
+                    f"keys[{low - 1}] is stored as block {place} of its chain: pass the chain "
+                    "from its root, as chain_keys() returns it"
                 )
         return low, found
 
@@ -188,7 +189,13 @@ class PrefixTree:
         """
         assert 0 < offset < len(run.keys)
         head = Run(
-            self._next_id, run.parent, run.keys[:offset], run.generation, self.tiers, run.born, run.turn
+            self._next_id,
+            run.parent,
+            run.keys[:offset],
+            run.generation,
+            self.tiers,
+            run.born,
+            run.turn,
         )
         self._next_id += 1
         head.visible, head.last, head.hits = run.visible, run.last, run.hits
@@ -266,7 +273,9 @@ class PrefixTree:
                     problems.append(f"{name} miscounts tier {tier}")
                 kids = sum(child.present(tier) for child in (run.children or {}).values())
                 if run.kids[tier] != kids:
-                    problems.append(f"{name} counts {run.kids[tier]} children in tier {tier}, not {kids}")
+                    problems.append(
+                        f"{name} counts {run.kids[tier]} children in tier {tier}, not {kids}"
+                    )
         if total != self.blocks or total != sum(map(len, self._shards)):
             problems.append(f"{total} blocks in runs, {self.blocks} counted")
         return problems

@@ -17,7 +17,11 @@ from tieredkv.testing.tiers import FaultyTier, LatencyTier
 if TYPE_CHECKING:
     from tieredkv.testing.tier_suite import TierSuite
 
-_SUITES = {"TierSuite": "tieredkv.testing.tier_suite"}
+_SUITES = {
+    "IndexSuite": "tieredkv.testing.index_suite",
+    "PolicySuite": "tieredkv.testing.policy_suite",
+    "TierSuite": "tieredkv.testing.tier_suite",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,11 @@
 """The directory of one fingerprint: its name, its locks, and its share of the root.
 
-    <root>/tieredkv.lock                                  flock while somebody grows
-    <root>/<fingerprint digest in hex>/fingerprint.json   what the name means
-                                       LOCK               flock of the owner of the index
-                                       index/             see tieredkv.index.durable
-                                       rank-<r>/LOCK      flock of the owner of the segments
-                                       rank-<r>/seg-000000.kv ...
+<root>/tieredkv.lock                                  flock while somebody grows
+<root>/<fingerprint digest in hex>/fingerprint.json   what the name means
+                                   LOCK               flock of the owner of the index
+                                   index/             see tieredkv.index.durable
+                                   rank-<r>/LOCK      flock of the owner of the segments
+                                   rank-<r>/seg-000000.kv ...
 """
 
 from __future__ import annotations
