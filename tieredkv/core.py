@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tieredkv.buffers import HostBlocks, revocable
 from tieredkv.config import MoverConfig
+from tieredkv.errors import ClosedError
 from tieredkv.index.durable import DurableIndex
 from tieredkv.metrics import Metrics
 from tieredkv.mover import Mover, Transfer
@@ -59,6 +60,8 @@ class Core:
         self._changed = threading.Condition(self.lock)
         self._ends = 0
         self._moving: dict[int, Move] = {}
+        self._acknowledged = 0
+        self._closed = False
         self._stalled = False
         """The last put that waited for room waited in vain: drop at once until a demotion ends."""
 
@@ -93,13 +96,16 @@ class Core:
         force = self._stalled
         while True:
             with self.lock:
+                self._check_open()
                 plan = self.planner.plan_put(keys, start, turn, self.clock(), force=force)
                 self._note(plan.moves)
                 effects, seen = self._drain(), self._ends
             self._start(effects.moves)
             if not plan.wait:
                 return plan
-            if not self._await_end(seen, patience):
+            if time.monotonic() >= patience:
+                force = True
+            elif not self._await_end(seen, patience):
                 force = self._stalled = True
 
     def _run_put(
@@ -117,12 +123,26 @@ class Core:
             tier = self.tiers[move.dst or 0]
             if tier.durable and self.index is not None and result.count(Outcome.OK):
                 # its bytes are on disk; the put is acknowledged once its record is
-                ok = self.index.flush(max(0.0, deadline - time.monotonic()))
-                with self.lock:
-                    visible = self.planner.visible(move.keys[result.index(Outcome.OK)])
-                if not ok or not visible:
-                    result = [Outcome.FAILED if r is Outcome.OK else r for r in result]
+                result = self._acknowledge(move, result, deadline)
             outcomes[lo : lo + len(move)] = result
+
+    def _acknowledge(self, move: Move, result: list[Outcome], deadline: float) -> list[Outcome]:
+        """Outcomes of a durable put, once its records are committed or have failed."""
+        in_time = self._await_commit(deadline)
+        with self.lock:
+            kept = [self.planner.durable(key) is True for key in move.keys]
+        late = Outcome.FAILED if in_time else Outcome.BUSY
+        return [
+            late if outcome is Outcome.OK and not (in_time and held) else outcome
+            for outcome, held in zip(result, kept, strict=True)
+        ]
+
+    def _await_commit(self, deadline: float) -> bool:
+        """Wait until every index change submitted so far is answered; False at the deadline."""
+        with self._changed:
+            mark = self.planner.last_ticket
+            left = max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: self._acknowledged >= mark, left)
 
     def _await_end(self, seen: int, deadline: float) -> bool:
         """Wait until anything has ended since `seen`; False at the deadline."""
@@ -146,6 +166,7 @@ class Core:
     ) -> tuple[list[Outcome], dict[str, int]]:
         """(outcome per block of `keys[start:]`, blocks returned per tier)."""
         with self.lock:
+            self._check_open()
             _, moves = self.planner.plan_get(keys, start, self.clock())
             self._note(moves)
         outcomes = [Outcome.MISSING] * (len(keys) - start)
@@ -250,15 +271,21 @@ class Core:
         if durable is None or self.index is None:
             return True
         with self.lock:
-            refused = self.planner.begin_flush()
-        while self.planner.writes(durable):
+            refused, upto = self.planner.begin_flush()
+        while True:
             with self.lock:
+                if not self.planner.writes(durable, upto):
+                    break
+                before = len(self.planner.res.declined)
                 self.planner.room.write_back(self.clock(), self._write_back_blocks())
+                turned_down = len(self.planner.res.declined) != before
                 effects, seen = self._drain(), self._ends
             self._start(effects.moves)
-            if self.planner.writes(durable) and not self._await_end(seen, deadline):
+            if turned_down:
+                continue  # perhaps the rest can go
+            if time.monotonic() >= deadline or not self._await_end(seen, deadline):
                 return False
-        committed = self.index.flush(max(0.0, deadline - time.monotonic()))
+        committed = self._await_commit(deadline)
         with self.lock:
             return committed and self.planner.room.refused == refused
 
@@ -272,7 +299,7 @@ class Core:
             )
             if not self.planner.durable(key):
                 return False
-        if self.index is None or not self.index.flush(max(0.0, deadline - time.monotonic())):
+        if not self._await_commit(deadline):
             return False
         with self.lock:
             return bool(self.planner.durable(key))
@@ -306,7 +333,12 @@ class Core:
         """Finish what can be finished by the deadline; False if an operation still hangs. Then
         its tier, and the lock of the directory, stay as they are until the process ends."""
         deadline = time.monotonic() + timeout
+        with self.lock:
+            self._closed = True
         ended = self.mover.close(timeout)
+        with self._changed:  # copies in the threads of callers
+            left = max(0.0, deadline - time.monotonic())
+            ended &= self._changed.wait_for(lambda: not self._moving, left)
         if self.index is not None:
             ended &= self.index.close(max(0.1, deadline - time.monotonic()))
         if not ended:
@@ -317,6 +349,10 @@ class Core:
         return True
 
     # -- moves ----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed: open a new one")
 
     def _inline(self, move: Move) -> bool:
         ends = [t for t in (move.src, move.dst) if t is not None]
@@ -371,7 +407,8 @@ class Core:
             self.planner.finish(move, transfer.read, transfer.write, self.clock())
             self._count(move, transfer)
             if not transfer.expired:
-                self._stalled = self._stalled and Outcome.OK not in transfer.write
+                if move.src is not None and Outcome.OK in transfer.write:
+                    self._stalled = False
                 self._background()
             effects = self._drain()
             self._ends += 1
@@ -414,7 +451,10 @@ class Core:
 
     def _committed(self, ticket: int, ok: bool) -> None:
         with self.lock:
+            self._acknowledged = ticket
             self.planner.committed(ticket, ok, self.clock())
+            if ok:
+                self._background()
             effects = self._drain() if ok else Effects()
             self._ends += 1
             self._changed.notify_all()

@@ -21,11 +21,13 @@ from tieredkv.types import Move, Outcome
 class Ledger:
     """Takes outcomes, keeps residency true to them. Not thread-safe."""
 
-    def __init__(self, residency: Residency, room: Room, epoch: int) -> None:
-        """`epoch`: of the durable index, 0 without one."""
+    def __init__(self, residency: Residency, room: Room, boot: int, epoch: int) -> None:
+        """`boot`: how often the durable index was opened, so that generations never repeat;
+        `epoch`: how often it was reset. 0 without one."""
         self.res = residency
         self.room = room
         self.epoch = epoch
+        self._generation = boot << 40
         self._pieces: list[Piece] = []
         self._tickets: dict[int, Ticket] = {}
         self._next_ticket = 1
@@ -164,15 +166,23 @@ class Ledger:
         deletes = [(key, generation) for key, generation, _ in deleted]
         return Effects(moves, IndexOp(ticket, puts, deletes))
 
-    def begin_flush(self) -> int:
-        """Try again what was turned down; the count of refusals so far."""
+    @property
+    def last_ticket(self) -> int:
+        """Of the latest index change that `drain` handed out; they are answered in order."""
+        return self._next_ticket - 1
+
+    def begin_flush(self) -> tuple[int, int]:
+        """Try again what was turned down; (refusals so far, latest generation)."""
         self.res.dirty.update(dict.fromkeys(sorted(self.res.declined)))
         self.res.declined.clear()
-        return self.room.refused
+        return self.room.refused, self._generation
 
-    def writes(self, tier: int) -> bool:
-        """Is anything waiting to be written to the durable tier, or on its way?"""
-        return bool(self.res.dirty or self.res.levels[tier].writing)
+    def writes(self, tier: int, upto: int) -> bool:
+        """Does any block up to this generation wait for the durable tier, or for its write?"""
+        runs = self.res.tree.runs
+        return any(runs[run].generation <= upto for run in self.res.dirty) or any(
+            generation <= upto for generation in self.res.levels[tier].writing.values()
+        )
 
     def durable(self, key: bytes) -> bool | None:
         """True if the durable tier has the block, False if it may still come, None if not."""
@@ -206,7 +216,8 @@ class Ledger:
     def recover(self, pieces: Sequence[Piece]) -> int:
         """Adopt what a durable index held, parents before children; blocks adopted."""
         tier = self.res.durable
-        assert tier is not None and not self.res.tree.runs
+        assert tier is not None
+        assert not self.res.tree.runs
         self.res.levels[tier].pool.claim(slot for piece in pieces for slot in piece.slots)
         for piece in pieces:
             parent = None if piece.parent == ROOT else self.res.tree.find(piece.parent)
@@ -242,7 +253,7 @@ class Ledger:
         if durable is not None and tier in (None, durable):
             assert epoch is not None
             pool = self.res.levels[durable].pool
-            gone = [d for d in self.res.take_deleted()]
+            gone = self.res.take_deleted()
             gone += [d for ticket in self._tickets.values() for d in ticket.deletes]
             pool.give([slot for _, _, slot in gone if slot != ABSENT])
             pool.expected = 0

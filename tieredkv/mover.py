@@ -104,7 +104,8 @@ class Transfer:
         buffers = self._buffers
         part = None if buffers is None else buffers[lo:hi]
         if move.src is None:
-            assert move.dst is not None and part is not None
+            assert move.dst is not None
+            assert part is not None
             return [], write(self._tiers[move.dst], move.write_batch(lo, hi), part)
         source = self._tiers[move.src]
         if move.dst is None:

@@ -66,5 +66,6 @@ class Pins:
             depth = pin.depth
             while run is not None and kept.get(run.id, 0) < depth - run.start:
                 kept[run.id] = depth - run.start
-                run, depth = run.parent, run.start
+                depth = run.start
+                run = run.parent
         return sum(kept.values())

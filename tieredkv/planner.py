@@ -40,12 +40,11 @@ class Planner(Ledger):
         """`boot`: how often the durable index was opened, so that generations never repeat.
         `through`: every put is written to the durable tier. `promotion_budget`: blocks per
         second, 0 for no limit."""
-        super().__init__(residency, room, epoch)
+        super().__init__(residency, room, boot, epoch)
         self.pins = Pins(residency.tree)
         self._tiers = range(len(residency.levels))
         self.through = through
         self.budget = TokenBucket(promotion_budget)
-        self._generation = boot << 40
         self._sessions: LRUCache[str, bytes] = LRUCache(SESSIONS)
 
     # -- lookup ---------------------------------------------------------------------------
@@ -88,6 +87,8 @@ class Planner(Ledger):
         known, run = self.res.tree.match(keys, visible=False)
         pending = run is not None and not run.visible
         if start > known or known == len(keys):
+            if run is not None and start <= known and not pending:
+                self.res.touch(run, now)
             return PutPlan(known, pending, [], 0)
         shares, wait = self._share(len(keys) - known, run, now, force)
         wanted = len(keys) - known - sum(count for _, count in shares)

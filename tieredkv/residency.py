@@ -104,8 +104,8 @@ class Residency:
             self._clean(run)
 
     def remove(self, run: Run, offsets: Sequence[int], tier: int, *, lose: bool = False) -> None:
-        """Take these copies (ascending offsets) out of the tier; slots return to the pool, or wait in `deleted`
-        for the commit that a durable tier needs. `lose` withdraws the slots for good."""
+        """Take these copies (ascending offsets) out of the tier. Their slots return to the pool,
+        or wait in `deleted` for the commit that a durable tier needs; `lose` withdraws them."""
         level, mine = self.levels[tier], run.slots[tier]
         assert mine is not None
         was, first, count = run.present(tier), offsets[0], len(offsets)
@@ -222,7 +222,7 @@ class Residency:
             if max(run.count) < blocks and not all(run.copies(i) for i in range(blocks)):
                 continue
             run.visible = True
-            if self.durable is not None and run.count[self.durable] < len(run.keys):
+            if self._lacks(run):
                 self.dirty[run.id] = None
             queue.extend((run.children or {}).values())
 
@@ -306,6 +306,11 @@ class Residency:
         parent.last = max(parent.last, run.last)
         parent.hits = max(parent.hits, run.hits)
         self._leaf_again(parent, tier)
+
+    def _lacks(self, run: Run) -> bool:
+        """Has the run blocks for a durable tier that takes any?"""
+        tier = self.durable
+        return tier is not None and self.levels[tier].accepts and not run.full(tier)
 
     def _clean(self, run: Run) -> None:
         self.dirty.pop(run.id, None)

@@ -135,8 +135,7 @@ class TieredKVStore:
         began = time.perf_counter()
         chain = self._chain(keys, start, blocks=False)
         host = host_blocks(out, len(chain) - start, writable=True)
-        limit = self.config.mover.get_deadline if deadline is None else deadline
-        outcomes, hits = self._get(chain, host, start, time.monotonic() + limit)
+        outcomes, hits = self._get(chain, host, start, self._until(deadline))
         elapsed = time.perf_counter() - began
         self.metrics.seconds("get", elapsed)
         if log.isEnabledFor(logging.INFO):
@@ -176,8 +175,7 @@ class TieredKVStore:
         """`get` in the background; `out` is the store's until the future is done."""
         chain = self._chain(keys, start, blocks=False)
         host = host_blocks(out, len(chain) - start, writable=True)
-        limit = self.config.mover.get_deadline if deadline is None else deadline
-        until = time.monotonic() + limit
+        until = self._until(deadline)
         return self._later(
             self._gets, lambda: self._get(chain, host, start, until)[0], host, len(chain) - start
         )
@@ -417,6 +415,12 @@ class TieredKVStore:
                 f"buffers of {host.block_bytes} bytes for blocks of {core.block_bytes}: "
                 "pass buffers of exactly one block each"
             )
+
+    def _until(self, deadline: float | None) -> float:
+        limit = self.config.mover.get_deadline if deadline is None else deadline
+        if not limit >= 0:
+            raise UsageError(f"deadline={deadline}: pass a number of seconds from now, 0 or more")
+        return time.monotonic() + limit
 
     def _check_open(self) -> None:
         if self._closed:
