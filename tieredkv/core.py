@@ -26,6 +26,8 @@ from tieredkv.types import Clock, Move, Outcome, Turn
 
 log = logging.getLogger(__name__)
 
+ROOM_ROUNDS = 8  # demotions cascade through few tiers; a promotion is not worth more
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -221,7 +223,7 @@ class Core:
 
     def _make_room(self, tier: int, blocks: int, keys: Sequence[bytes]) -> None:
         """Let memory-to-memory demotions make room, without waiting for anything slower."""
-        while True:
+        for _ in range(ROOM_ROUNDS):
             with self.lock:
                 short = self.planner.room_for(tier, blocks, keys, self.clock())
                 effects = self._drain()

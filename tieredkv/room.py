@@ -1,8 +1,9 @@
 """Making room: which copies leave a tier, and which are copied down before they may.
 
-A copy is *clean* when dropping it loses nothing that anybody wants: the block has another
-copy, or no lower tier would take it and nothing hangs on it. Clean victims leave at once;
-the others are copied down first, and only `force` drops them.
+A copy is *clean* when dropping it loses nothing that anybody wants: the next tier of memory
+has a copy (the last one of memory: any tier has), or no lower tier would take the block and
+nothing hangs on it. Clean victims leave at once; the others are copied down first, and only
+`force` drops them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Room:
         """`low`: free slots that the durable tier keeps ready, so that puts need not wait for
         the commit of an eviction."""
         self.res = residency
+        self.tiers = range(len(residency.levels))
         self.admission = admission
         self.low = low
         self.moves: list[Move] = []
@@ -171,7 +173,7 @@ class Room:
         tail = [
             offset
             for offset in islice(run.tail(tier), count)
-            if run.copies(offset) == 1 and run.keys[offset] not in writing
+            if self._slot(run, offset, lower) == ABSENT and run.keys[offset] not in writing
         ]
         got = self.make(lower, len(tail), now, leaf_on_path(protect, lower))
         if got < len(tail):
@@ -187,9 +189,12 @@ class Room:
         if not run.visible or (run.busy[tier] and tier == self.res.durable):
             return 0
         pinned = max(0, max(run.pins.values()) - run.start) if run.pins else 0
+        below = None if force else self._memory_below(tier)
         if run.full(tier):
             free = min(wanted, len(run.keys) - pinned)
-            if any(run.full(t) for t in range(len(run.count)) if t != tier):
+            if below is not None and not run.count[below]:
+                return 0
+            if any(run.full(t) for t in self.tiers if t != tier and below in (None, t)):
                 return free
             if run.only(tier):
                 return 0 if run.children or (not force and self._refuge(run, tier, now)) else free
@@ -200,10 +205,13 @@ class Room:
     ) -> int:
         """Block by block: some have other copies and some do not."""
         edge = len(run.keys)  # blocks from here on will have left the hierarchy
+        below = None if force else self._memory_below(tier)
         refuge: bool | None = None if not force else False
         free = 0
         for offset in run.tail(tier):
             if free == wanted or offset < pinned:
+                break
+            if below is not None and self._slot(run, offset, below) == ABSENT:
                 break
             if run.copies(offset) == 1:
                 if run.children or offset != edge - 1:
@@ -215,6 +223,13 @@ class Room:
                 edge = offset
             free += 1
         return free
+
+    def _memory_below(self, tier: int) -> int | None:
+        """The next tier if it is one of memory: what leaves `tier` goes there first."""
+        lower = tier + 1
+        if lower in self.tiers and lower != self.res.durable and self.res.levels[lower].accepts:
+            return lower
+        return None
 
     def _refuge(self, run: Run, tier: int, now: float) -> bool:
         """Would a lower tier take the run's blocks?"""

@@ -126,7 +126,7 @@ class Environment:
     def _grown_to(self, n: int) -> int:
         """Set the map to `n` bytes, or to what even a deletion needs beside the data."""
         used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        size = max(n, used + used // 4 + SPARE)
+        size = max(n, 2 * used + SPARE)
         self._env.set_mapsize(size)
         return int(size)
 
