@@ -128,7 +128,7 @@ class Ledger:
         """Take everything after a lost durable block out of that tier."""
         below = self.res.tree.descendants(run)
         for node, first in [(child, 0) for child in reversed(below)] + [(run, offset)]:
-            tail = [i for i in node.tail(tier) if i >= first]
+            tail = list(node.tail(tier, first))
             if tail:
                 self.res.remove(node, tail[::-1], tier)
         for node in [run, *below]:

@@ -53,21 +53,24 @@ class Planner(Ledger):
         """The longest visible prefix. O(log n + runs on the path)."""
         blocks, run = self.res.tree.match(keys, visible=True)
         spans: list[tuple[int, int]] = []  # deepest first
-        upto = blocks
+        upto, last, total = blocks, 0, 0
         while run is not None:
-            count, wanted = run.count, upto - run.start
-            tier = next((t for t in self._tiers if count[t]), 0)
+            count, start, tier = run.count, run.start, 0
+            while not count[tier]:  # a visible run has copies somewhere
+                tier += 1
             if count[tier] == len(run.keys):
-                here = [(tier, wanted)]
+                here = [(tier, upto - start)]
             else:
-                here = list(run.spans(0, wanted))[::-1]
+                here = list(run.spans(0, upto - start))[::-1]
             for tier, length in here:
-                if spans and spans[-1][0] == tier:
-                    length += spans.pop()[1]
-                spans.append((tier, length))
-            upto, run = run.start, run.parent
+                if tier != last:
+                    spans.append((last, total))
+                    last, total = tier, 0
+                total += length
+            upto, run = start, run.parent
+        spans.append((last, total))
         names = self.res.levels
-        return Match(blocks, tuple((names[tier].name, length) for tier, length in spans[::-1]))
+        return Match(blocks, tuple((names[tier].name, n) for tier, n in spans[::-1] if n))
 
     def visible(self, key: bytes) -> bool | None:
         """True if stored, False if still being written, None if unknown."""

@@ -189,7 +189,7 @@ class Residency:
 
     def _drop_tail(self, run: Run, offset: int, lose: tuple[int, int] | None) -> int:
         for tier, level in enumerate(self.levels):
-            tail = [i for i in run.tail(tier) if i >= offset]
+            tail = list(run.tail(tier, offset))
             if lose is not None and lose[0] == tier and lose[1] in tail:
                 tail.remove(lose[1])
                 self.remove(run, [lose[1]], tier, lose=True)

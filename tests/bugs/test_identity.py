@@ -136,8 +136,8 @@ def test_A04_digests_that_look_alike_are_different_blocks(kind: str, tmp_path: P
 def test_A04_names_on_disk_are_not_truncated(tmp_path: Path) -> None:
     weights = _lookalikes()
     for value in weights:
-        with opened(nvme(tmp_path), fp=replace(FP, weights=value)) as store:
-            assert put(store, chain(1)) == [OK]
+        with opened(nvme(tmp_path, 64 << 20, segment=1 << 18), fp=replace(FP, weights=value)) as s:
+            assert put(s, chain(1)) == [OK]
     assert len(directories(tmp_path)) == len(weights)
     names = {fingerprint_name(replace(FP, weights=str(n)), 16) for n in range(20_000)}
     assert len(names) == 20_000
@@ -268,7 +268,7 @@ def test_A07_hostile_names_stay_inside_and_apart(field: str, tmp_path: Path) -> 
     root, keys = tmp_path / "deep" / "root", chain(1)
     for value in HOSTILE:
         fp = replace(Fingerprint("m"), **{field: value})
-        with opened(nvme(root, 1 << 20), fp=fp) as store:
+        with opened(nvme(root, 64 << 20, segment=1 << 18), fp=fp) as store:
             assert get(store, keys) == [MISSING]
             assert put(store, keys) == [OK]
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]

@@ -96,12 +96,12 @@ def demo(
     requests: Annotated[int, typer.Option(min=1, help="How many are replayed, at most.")] = 2000,
     bytes_per_token: Annotated[
         int, typer.Option(min=1, help="Stands in for the size of a model's KV cache.")
-    ] = 64,
+    ] = 32,
     sessions: Annotated[int | None, typer.Option(help="Of the preset; default: its own.")] = None,
     seed: Annotated[int, typer.Option(help="Equal seeds replay equal requests.")] = 0,
-    hbm: Annotated[str, typer.Option(help="Capacity of the first tier.")] = "64MiB",
-    dram: Annotated[str, typer.Option(help="Capacity of the second tier.")] = "128MiB",
-    nvme: Annotated[str, typer.Option(help="Capacity of the third tier.")] = "1GiB",
+    hbm: Annotated[str, typer.Option(help="Capacity of the first tier.")] = "16MiB",
+    dram: Annotated[str, typer.Option(help="Capacity of the second tier.")] = "32MiB",
+    nvme: Annotated[str, typer.Option(help="Capacity of the third tier.")] = "512MiB",
     directory: Annotated[
         Path | None,
         typer.Option("--dir", help="Where the NVMe tier gets a temporary directory."),

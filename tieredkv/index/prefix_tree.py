@@ -83,15 +83,15 @@ class Run:
         """The fastest tier with a readable copy; the block must have one."""
         return next(t for t, slots in enumerate(self.slots) if slots and slots[offset] != ABSENT)
 
-    def tail(self, tier: int) -> Iterator[int]:
-        """Offsets of the blocks readable in `tier`, last first."""
+    def tail(self, tier: int, first: int = 0) -> Iterator[int]:
+        """Offsets >= `first` of the blocks readable in `tier`, last first."""
         slots = self.slots[tier]
         if slots is None:
             return
         if self.count[tier] == len(slots):
-            yield from range(len(slots) - 1, -1, -1)
+            yield from range(len(slots) - 1, first - 1, -1)
             return
-        for offset in range(len(slots) - 1, -1, -1):
+        for offset in range(len(slots) - 1, first - 1, -1):
             if slots[offset] != ABSENT:
                 yield offset
 
