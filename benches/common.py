@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 PAIRS = 15
 
@@ -101,6 +105,15 @@ def absolute(
     value = statistics.median(samples)
     ok = _reached(value, bar, higher_is_better)
     return Result(metric, value, unit, None, None, bar, ok, len(samples), interval(samples))
+
+
+@contextmanager
+def work_directory() -> Iterator[Path]:
+    """A new directory on the disk under test: below TIEREDKV_BENCH_DIR, or the system's
+    temporary directory."""
+    parent = os.environ.get("TIEREDKV_BENCH_DIR")
+    with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as path:
+        yield Path(path)
 
 
 def seconds(fn: Callable[[], object]) -> float:

@@ -15,7 +15,7 @@ from tieredkv.config import (
     PluginTierConfig,
     TierConfig,
 )
-from tieredkv.core import Parts
+from tieredkv.engine import Parts
 from tieredkv.errors import CapacityError, PluginError
 from tieredkv.events import EventLog
 from tieredkv.eviction import BUILTIN
@@ -82,14 +82,17 @@ def build(config: Config, disk: Disk | None, block_bytes: int, wrap: WrapTier | 
     """
     policies = load_policies(config)
     admission = _admission(config)
-    if disk is not None:
-        disk.index.set_block_bytes(block_bytes)
+    if disk is not None and disk.index.block_bytes is not None:
+        disk.index.set_block_bytes(block_bytes)  # refuses another size before anything is opened
     tiers: list[Tier] = []
     try:
         for spec in config.tiers:
-            tier = _tier(spec, block_bytes, disk)
-            tiers.append(tier if wrap is None else wrap(tier))
+            tiers.append(_tier(spec, block_bytes, disk))
+            if wrap is not None:
+                tiers[-1] = wrap(tiers[-1])
         planner = _planner(config, tiers, policies, admission, disk, block_bytes)
+        if disk is not None:
+            disk.index.set_block_bytes(block_bytes)  # last: a size that cannot work binds nobody
     except BaseException:
         for tier in tiers:
             tier.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tieredkv.types import Outcome
+
+log = logging.getLogger(__name__)
 
 BUCKETS = (1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1, 3, 10, 30)
 
@@ -93,8 +96,37 @@ class Metrics:
         self._timers = {op: self._seconds.labels(op) for op in ("put", "get", "lookup")}
         self.registry.register(self)
 
-    def seconds(self, operation: Literal["put", "get", "lookup"], elapsed: float) -> None:
-        self._timers[operation].observe(elapsed)
+    def put_ended(self, outcomes: Sequence[Outcome], block_bytes: int, elapsed: float) -> None:
+        """A put answered these outcomes after `elapsed` seconds."""
+        good, tokens = outcomes.count(Outcome.OK), self.block_tokens
+        self.stored_tokens += good * tokens
+        self.dropped_tokens += outcomes.count(Outcome.BUSY) * tokens
+        self._timers["put"].observe(elapsed)
+        if log.isEnabledFor(logging.INFO):
+            log.info(
+                "stored %d of %d tokens, %s",
+                good * tokens, len(outcomes) * tokens, _speed(good * block_bytes, elapsed),
+            )  # fmt: skip
+
+    def get_ended(
+        self, outcomes: Sequence[Outcome], hits: dict[str, int], block_bytes: int, elapsed: float
+    ) -> None:
+        """A get answered these outcomes; `hits`: blocks returned per tier."""
+        good, tokens = outcomes.count(Outcome.OK), self.block_tokens
+        self.query_tokens += len(outcomes) * tokens
+        for tier, blocks in hits.items():
+            self.hit_tokens[tier] += blocks * tokens
+        self._timers["get"].observe(elapsed)
+        if log.isEnabledFor(logging.INFO):
+            tiers = ", ".join(f"{tier} {blocks * tokens}" for tier, blocks in hits.items())
+            log.info(
+                "total %d tokens, hit %d (%s), %s",
+                len(outcomes) * tokens, good * tokens, tiers or "nothing",
+                _speed(good * block_bytes, elapsed),
+            )  # fmt: skip
+
+    def looked_up(self, elapsed: float) -> None:
+        self._timers["lookup"].observe(elapsed)
 
     def moved(
         self,
@@ -160,3 +192,7 @@ class Metrics:
         for pair, value in list(self.bytes.items()):
             nbytes.add_metric(list(pair), value)
         yield from (blocks, nbytes)
+
+
+def _speed(nbytes: int, elapsed: float) -> str:
+    return f"{nbytes} bytes, {elapsed * 1e3:.3f} ms, {nbytes / max(elapsed, 1e-9) / 1e9:.2f} GB/s"

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from cachetools import LRUCache
 
+from tieredkv.errors import UsageError
 from tieredkv.eviction.base import Kind
 from tieredkv.index.prefix_tree import Run
 from tieredkv.ledger import Ledger
@@ -42,7 +43,6 @@ class Planner(Ledger):
         second, 0 for no limit."""
         super().__init__(residency, room, boot, epoch)
         self.pins = Pins(residency.tree)
-        self._tiers = range(len(residency.levels))
         self.through = through
         self.budget = TokenBucket(promotion_budget)
         self._sessions: LRUCache[str, bytes] = LRUCache(SESSIONS)
@@ -89,10 +89,13 @@ class Planner(Ledger):
         self.pins.expire(now)
         known, run = self.res.tree.match(keys, visible=False)
         pending = run is not None and not run.visible
+        if run is not None and start < known:
+            _verify(keys, self._path(run, start, known))
         if start > known or known == len(keys):
             if run is not None and start <= known and not pending:
                 self.res.touch(run, now)
             return PutPlan(known, pending, [], 0)
+        self.res.tree.check_new(keys[known:])
         shares, wait = self._share(len(keys) - known, run, now, force)
         wanted = len(keys) - known - sum(count for _, count in shares)
         if wait:
@@ -158,9 +161,11 @@ class Planner(Ledger):
         blocks, run = self.res.tree.match(keys, visible=True)
         if run is None or blocks <= start:
             return blocks, []
+        path = self._path(run, start, blocks)
+        _verify(keys, path)
         self.res.touch(run, now)
         moves: dict[int, Move] = {}
-        for node, lo, hi in self._path(run, start, blocks):
+        for node, lo, hi in path:
             offset = lo
             for tier, count in node.spans(lo, hi):
                 slots = node.slots[tier]
@@ -285,3 +290,17 @@ class Planner(Ledger):
         key = self._sessions.get(session)
         if key is not None:
             self._sessions[new] = key
+
+
+def _verify(keys: Sequence[bytes], path: Sequence[tuple[Run, int, int]]) -> None:
+    """UsageError unless `keys` names the very blocks on the path. A match has compared only the
+    last of them, and a key that is no ancestor of it must not get an ancestor's bytes."""
+    for run, lo, hi in path:
+        asked, stored = keys[run.start + lo : run.start + hi], run.keys[lo:hi]
+        if tuple(asked) != stored:
+            wrong = next(i for i, key in enumerate(stored) if asked[i] != key)
+            raise UsageError(
+                f"keys[{run.start + lo + wrong}] is not the block before keys"
+                f"[{run.start + lo + wrong + 1}] as stored: pass the chain from its root, "
+                "as chain_keys() returns it"
+            )

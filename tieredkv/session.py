@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from tieredkv import arguments
+
 if TYPE_CHECKING:
     from tieredkv.core import Core
     from tieredkv.store import TieredKVStore
@@ -55,6 +57,9 @@ class Session:
     ) -> None:
         """The turn is over: why (`tool_use`, `end_turn`, ...), which tool runs next, and how
         long the answer was."""
+        arguments.text("reason", reason)
+        arguments.text("next_tool", next_tool)
+        arguments.count("output_tokens", output_tokens)
         self._store._hint(
             lambda planner, now: planner.turn_ended(
                 self.id, finish_reason=reason, next_tool=next_tool, output_tokens=output_tokens
@@ -71,9 +76,11 @@ class Session:
 
     def abandon(self, keys: Sequence[bytes]) -> None:
         """Nobody will extend this chain: what hangs on nothing else is the next to go."""
-        self._store._hint(lambda planner, now: planner.abandon(keys, now))
+        chain = self._store._chain(keys, 0)
+        self._store._hint(lambda planner, now: planner.abandon(chain, now))
 
     def fork(self, new_id: str) -> Session:
         """A new session that begins with this one's context."""
+        fork = self._store.session(new_id)
         self._store._hint(lambda planner, now: planner.fork(self.id, new_id))
-        return self._store.session(new_id)
+        return fork

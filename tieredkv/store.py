@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
+from tieredkv import arguments
 from tieredkv.buffers import HostBlocks, host_blocks
-from tieredkv.build import Disk, WrapTier, build, load_policies, nvme_config, open_disk
+from tieredkv.build import Disk, WrapTier, build, load_policies, open_disk
 from tieredkv.config import Config
 from tieredkv.core import Core
 from tieredkv.errors import BlockSizeError, ClosedError, ConfigError, UsageError
 from tieredkv.events import Event
 from tieredkv.executor import DaemonExecutor
+from tieredkv.keys import fingerprint_digest
 from tieredkv.metrics import Metrics, Stats
 from tieredkv.mover import Mover
 from tieredkv.planner import Planner
@@ -24,9 +25,6 @@ from tieredkv.session import PinGuard, Session
 from tieredkv.snapshot import snapshot
 from tieredkv.types import Clock, Fingerprint, Match, Outcome, Turn
 
-log = logging.getLogger(__name__)
-
-KEY_BYTES = 32
 ASYNC_THREADS = 2
 
 
@@ -57,6 +55,10 @@ class TieredKVStore:
             raise ConfigError(f"config is a {type(config).__name__}: pass a Config")
         if not isinstance(fingerprint, Fingerprint):
             raise UsageError(f"fingerprint is a {type(fingerprint).__name__}: pass a Fingerprint")
+        fingerprint_digest(fingerprint, config.block_tokens)  # complains about wrong fields
+        for name, hook in (("clock", clock), ("wrap_tier", wrap_tier)):
+            if hook is not None and not callable(hook):
+                raise UsageError(f"{name} is a {type(hook).__name__}: pass a function, or None")
         self.config = config
         self.fingerprint = fingerprint
         self._clock = clock or time.time
@@ -105,15 +107,9 @@ class TieredKVStore:
         OK stored; MISSING an ancestor is not stored; BUSY no room or too late; FAILED the
         tier returned an error. Raises UsageError, BlockSizeError, CapacityError.
         """
-        began = time.perf_counter()
-        chain = self._chain(keys, start, blocks=True)
+        chain = self._chain(keys, start, every=True)
         host = host_blocks(blocks, len(chain) - start, writable=False)
-        outcomes = self._put(chain, host, start, _turn(turn))
-        elapsed = time.perf_counter() - began
-        self.metrics.seconds("put", elapsed)
-        if log.isEnabledFor(logging.INFO):
-            self._log_put(outcomes, host, elapsed)
-        return outcomes
+        return self._put(chain, host, start, arguments.turn(turn))
 
     def get(
         self,
@@ -132,15 +128,9 @@ class TieredKVStore:
         alive and counts them in `Stats.quarantined_transfers`; do not reuse them before it
         is back to 0. Raises UsageError, BlockSizeError.
         """
-        began = time.perf_counter()
-        chain = self._chain(keys, start, blocks=False)
+        chain = self._chain(keys, start)
         host = host_blocks(out, len(chain) - start, writable=True)
-        outcomes, hits = self._get(chain, host, start, self._until(deadline))
-        elapsed = time.perf_counter() - began
-        self.metrics.seconds("get", elapsed)
-        if log.isEnabledFor(logging.INFO):
-            self._log_get(outcomes, hits, host, elapsed)
-        return outcomes
+        return self._get(chain, host, start, self._until(deadline))
 
     def put_async(
         self,
@@ -155,13 +145,15 @@ class TieredKVStore:
         With write policy `through` the future is done once the blocks are durable, and
         FAILED those that are not. A full queue answers BUSY at once.
         """
-        chain = self._chain(keys, start, blocks=True)
+        chain = tuple(self._chain(keys, start, every=True))  # the caller's list may grow meanwhile
         host = host_blocks(blocks, len(chain) - start, writable=False)
-        given = _turn(turn)
+        given = arguments.turn(turn)
+        if self._core is not None and len(host):
+            self._open(host.block_bytes)  # a wrong size is the caller's error, not the future's
 
         def job() -> list[Outcome]:
             outcomes = self._put(chain, host, start, given)
-            return self._acknowledge(chain, start, outcomes)
+            return outcomes if self._core is None else self._core.durable(chain, start, outcomes)
 
         return self._later(self._puts, job, host, len(chain) - start)
 
@@ -173,27 +165,29 @@ class TieredKVStore:
         deadline: float | None = None,
     ) -> Future[list[Outcome]]:
         """`get` in the background; `out` is the store's until the future is done."""
-        chain = self._chain(keys, start, blocks=False)
+        chain = tuple(self._chain(keys, start))
         host = host_blocks(out, len(chain) - start, writable=True)
         until = self._until(deadline)
+        if self._core is not None and len(host):
+            self._check_size(self._core, host)
         return self._later(
-            self._gets, lambda: self._get(chain, host, start, until)[0], host, len(chain) - start
+            self._gets, lambda: self._get(chain, host, start, until), host, len(chain) - start
         )
 
     def lookup(self, keys: Sequence[bytes]) -> Match:
         """The longest stored prefix; no side effect, not counted. O(log n) for n keys."""
         began = time.perf_counter()
-        chain = self._chain(keys, 0, blocks=False)
+        chain = self._chain(keys, 0)
         if self._core is None:
             return Match(0)
         with self._core.lock:
             match = self._core.planner.match(chain)
-        self.metrics.seconds("lookup", time.perf_counter() - began)
+        self.metrics.looked_up(time.perf_counter() - began)
         return match
 
     def contains(self, key: bytes) -> bool:
         """Is this block stored and visible?"""
-        self._chain([key], 0, blocks=False)
+        self._chain([key], 0)
         if self._core is None:
             return False
         with self._core.lock:
@@ -204,10 +198,8 @@ class TieredKVStore:
     def pin(self, keys: Sequence[bytes], ttl: float | None = None) -> PinGuard:
         """Keep the longest stored prefix from being evicted until the context ends, or for
         `ttl` seconds (default `pin_ttl`), whichever is first. O(log n)."""
-        chain = self._chain(keys, 0, blocks=False)
-        ttl = self.config.pin_ttl if ttl is None else ttl
-        if not ttl > 0:
-            raise UsageError(f"ttl={ttl}: pass a number of seconds above 0")
+        chain = self._chain(keys, 0)
+        ttl = arguments.seconds("ttl", self.config.pin_ttl if ttl is None else ttl, above_zero=True)
         if self._core is None:
             return PinGuard(None, None, 0)
         with self._core.lock:
@@ -217,7 +209,7 @@ class TieredKVStore:
     def prefetch(self, keys: Sequence[bytes]) -> Future[int]:
         """Copy the chain's blocks that only NVMe holds into memory, within the promotion
         budget; the future has the number of blocks copied."""
-        chain = self._chain(keys, 0, blocks=False)
+        chain = self._chain(keys, 0)
         memory = [i for i, tier in enumerate(self.config.tiers) if tier.kind != "nvme"]
         if self._core is None or not memory:
             nothing: Future[int] = Future()
@@ -227,14 +219,13 @@ class TieredKVStore:
 
     def session(self, session: str) -> Session:
         """What is known about a session, to be told to the policies."""
-        if not isinstance(session, str) or not session:
-            raise UsageError(f"session {session!r}: pass a non-empty text")
-        return Session(self, session)
+        self._check_open()
+        return Session(self, arguments.session(session))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget these very blocks, and all that descend from any of them; how many."""
-        chain = self._chain(keys, 0, blocks=False)
-        return self._change(lambda core: core.planner.delete(chain))
+        chain = self._chain(keys, 0, every=True)
+        return self._change(lambda planner: planner.delete(chain))
 
     def clear(self, tier: str | None = None) -> int:
         """Forget everything, or every copy in one tier; blocks forgotten. Durable at return:
@@ -256,7 +247,8 @@ class TieredKVStore:
         without an nvme tier or with `write: off`.
         """
         self._check_open()
-        return self._core is None or self._core.flush(timeout)
+        limit = arguments.seconds("timeout", timeout)
+        return self._core is None or self._core.flush(limit)
 
     def check(self) -> list[str]:
         """Violated invariants of the whole store; empty when sound. O(blocks)."""
@@ -278,13 +270,16 @@ class TieredKVStore:
         """Write back what is to be durable, finish work in flight, release everything.
 
         Waits at most `timeout` seconds (default `mover.close_deadline`); False if something
-        still hung or could not be written by then. Idempotent. Later calls raise ClosedError.
+        still hung or could not be written by then. Idempotent. Later calls raise ClosedError,
+        except `stats`, `check` and `take_events`.
         """
+        limit = self.config.mover.close_deadline
+        if timeout is not None:
+            limit = arguments.seconds("timeout", timeout)
         with self._opening:
             if self._closed:
                 return True
             self._closed = True
-        limit = self.config.mover.close_deadline if timeout is None else timeout
         deadline = time.monotonic() + limit
 
         def left() -> float:
@@ -320,44 +315,26 @@ class TieredKVStore:
     ) -> list[Outcome]:
         if not len(host):
             return []
+        began = time.perf_counter()
         core = self._open(host.block_bytes)
         outcomes = core.put(chain, host, start, turn)
-        good = outcomes.count(Outcome.OK)
         with core.lock:
-            self.metrics.stored_tokens += good * self.config.block_tokens
-            self.metrics.dropped_tokens += outcomes.count(Outcome.BUSY) * self.config.block_tokens
+            self.metrics.put_ended(outcomes, host.block_bytes, time.perf_counter() - began)
         return outcomes
 
     def _get(
         self, chain: Sequence[bytes], host: HostBlocks, start: int, deadline: float
-    ) -> tuple[list[Outcome], dict[str, int]]:
-        asked = len(chain) - start
-        core = self._core
-        if core is None or not asked:
-            self.metrics.query_tokens += asked * self.config.block_tokens
-            return [Outcome.MISSING] * asked, {}
-        self._check_size(core, host)
-        outcomes, hits = core.get(chain, host, start, deadline, self.config.promotion.enabled)
-        host.finish(outcomes)
-        with core.lock:
-            self.metrics.query_tokens += asked * self.config.block_tokens
-            for tier, blocks in hits.items():
-                self.metrics.hit_tokens[tier] += blocks * self.config.block_tokens
-        return outcomes, hits
-
-    def _acknowledge(
-        self, chain: Sequence[bytes], start: int, outcomes: list[Outcome]
     ) -> list[Outcome]:
-        """Under `through`, wait until the stored blocks are durable."""
-        nvme = nvme_config(self.config)
-        good = [i for i, outcome in enumerate(outcomes) if outcome is Outcome.OK]
-        if nvme is None or nvme.write != "through" or not good or self._core is None:
-            return outcomes
-        deadline = time.monotonic() + self.config.mover.put_deadline
-        for i in reversed(good):  # the deepest durable block vouches for its ancestors
-            if self._core.await_durable(chain[start + i], max(0.0, deadline - time.monotonic())):
-                break
-            outcomes[i] = Outcome.FAILED
+        began = time.perf_counter()
+        asked, core, hits = len(chain) - start, self._core, dict[str, int]()
+        outcomes = [Outcome.MISSING] * asked
+        if core is not None and asked:
+            self._check_size(core, host.block_bytes)
+            outcomes, hits = core.get(chain, host, start, deadline, self.config.promotion.enabled)
+            host.finish(outcomes)
+        with self._opening if core is None else core.lock:
+            elapsed = time.perf_counter() - began
+            self.metrics.get_ended(outcomes, hits, host.block_bytes, elapsed)
         return outcomes
 
     def _later(
@@ -382,25 +359,19 @@ class TieredKVStore:
             with core.lock:
                 work(core.planner, self._clock())
 
-    def _change(self, work: Callable[[Core], int]) -> int:
+    def _change(self, work: Callable[[Planner], int]) -> int:
         core = self._core
-        if core is None:
-            return 0
-        with core.lock:
-            return core.change(work(core))
+        return 0 if core is None else core.apply(work)
 
     def _open(self, block_bytes: int) -> Core:
         core = self._core
         if core is None:
             with self._opening:
+                self._check_open()
                 if self._core is None:
                     self._core = self._build(block_bytes)
                 core = self._core
-        if core.block_bytes != block_bytes:
-            raise BlockSizeError(
-                f"blocks of {block_bytes} bytes: this store holds blocks of {core.block_bytes}; "
-                "use another store, or another directory"
-            )
+        self._check_size(core, block_bytes)
         return core
 
     def _build(self, block_bytes: int) -> Core:
@@ -409,65 +380,27 @@ class TieredKVStore:
         index = None if disk is None else disk.index
         return Core(parts, self._mover, self.config.mover, index, self.metrics, self._clock)
 
-    def _check_size(self, core: Core, host: HostBlocks) -> None:
-        if host.block_bytes != core.block_bytes:
+    @staticmethod
+    def _check_size(core: Core, block_bytes: int) -> None:
+        if block_bytes != core.block_bytes:
             raise BlockSizeError(
-                f"buffers of {host.block_bytes} bytes for blocks of {core.block_bytes}: "
-                "pass buffers of exactly one block each"
+                f"buffers of {block_bytes} bytes: this store holds blocks of {core.block_bytes}; "
+                "pass buffers of exactly one block each, or use another store and directory"
             )
 
     def _until(self, deadline: float | None) -> float:
-        limit = self.config.mover.get_deadline if deadline is None else deadline
-        if not limit >= 0:
-            raise UsageError(f"deadline={deadline}: pass a number of seconds from now, 0 or more")
+        limit = self.config.mover.get_deadline
+        if deadline is not None:
+            limit = arguments.seconds("deadline", deadline)
         return time.monotonic() + limit
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the store is closed: open a new one")
 
-    def _chain(self, keys: Sequence[bytes], start: int, *, blocks: bool) -> Sequence[bytes]:
-        """Validate what is cheap to validate: everything that will be stored, else both ends."""
+    def _chain(self, keys: Sequence[bytes], start: int, *, every: bool = False) -> Sequence[bytes]:
         self._check_open()
-        if isinstance(keys, bytes | str) or not isinstance(keys, Sequence):
-            raise UsageError(f"keys is a {type(keys).__name__}: pass the list of chain_keys()")
-        if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start <= len(keys):
-            raise UsageError(f"start={start!r}: pass an index into the {len(keys)} keys")
-        if not len(keys):
-            return keys
-        for i in range(start, len(keys)) if blocks else (0, len(keys) - 1):
-            key = keys[i]
-            if type(key) is not bytes or len(key) != KEY_BYTES:
-                raise UsageError(f"keys[{i}] = {key!r:.80}: keys are {KEY_BYTES} bytes each")
-        return keys
-
-    def _log_put(self, outcomes: list[Outcome], host: HostBlocks, elapsed: float) -> None:
-        good, tokens = outcomes.count(Outcome.OK), self.config.block_tokens
-        nbytes = good * host.block_bytes
-        log.info(
-            "stored %d of %d tokens, %d bytes, %.3f ms, %.2f GB/s",
-            good * tokens, len(outcomes) * tokens, nbytes, elapsed * 1e3, nbytes / elapsed / 1e9,
-        )  # fmt: skip
-
-    def _log_get(
-        self, outcomes: list[Outcome], hits: dict[str, int], host: HostBlocks, elapsed: float
-    ) -> None:
-        good, tokens = outcomes.count(Outcome.OK), self.config.block_tokens
-        nbytes = good * host.block_bytes
-        log.info(
-            "total %d tokens, hit %d (%s), %d bytes, %.3f ms, %.2f GB/s",
-            len(outcomes) * tokens, good * tokens,
-            ", ".join(f"{tier} {n * tokens}" for tier, n in hits.items()) or "nothing",
-            nbytes, elapsed * 1e3, nbytes / elapsed / 1e9,
-        )  # fmt: skip
-
-
-def _turn(turn: Any) -> Turn | None:
-    if turn is None or isinstance(turn, Turn):
-        return turn
-    if isinstance(turn, str):
-        return Turn(session=turn)
-    raise UsageError(f"turn is a {type(turn).__name__}: pass a session id or a Turn")
+        return arguments.chain(keys, start, every=every)
 
 
 def _calls(operation: Literal["get", "put"], limit: int) -> Mover:

@@ -17,7 +17,8 @@ from tieredkv.sim.generate import generate
 from tieredkv.sim.trace import Request, TraceError, read_trace, write_trace
 
 SHARED = Path(__file__).parents[3] / "shared" / "traces"
-EVERYTHING = ["--hbm", "2GiB", "--dram", "64MiB", "--nvme", "256MiB"]
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared traces")
+EVERYTHING = ["--hbm", "128MiB", "--dram", "64MiB", "--nvme", "256MiB"]
 
 
 def invoke(*options: str, code: int = 0) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def test_with_room_for_all_it_hits_what_an_infinite_cache_hits(preset: str) -> N
     assert set(report["get_outcomes"]) == set(report["put_outcomes"]) == {"ok"}
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared traces")
+@needs_shared
 @pytest.mark.parametrize(
     ("name", "count"), [("claude_code_tune", 2000), ("mooncake_conversation", 3000)]
 )
@@ -63,7 +64,8 @@ def test_real_traces_to_the_token(name: str, count: int) -> None:
     assert report["problems"] == []
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared traces")
+@needs_shared
+@pytest.mark.slow
 def test_a_real_trace_through_all_three_tiers() -> None:
     """Held by the three tiers together, hence hit to the token though most of it moved."""
     path = SHARED / "claude_code_tune.jsonl.gz"
@@ -78,7 +80,7 @@ def test_a_real_trace_through_all_three_tiers() -> None:
 def test_small_tiers_demote_promote_and_forget_but_never_lie() -> None:
     report = invoke(
         "--requests", "400", "--bytes-per-token", "8",
-        "--hbm", "2MiB", "--dram", "4MiB", "--nvme", "16MiB",
+        "--hbm", "2MiB", "--dram", "4MiB", "--nvme", "8MiB",
     )  # fmt: skip
     assert report["verification_errors"] == 0
     assert report["problems"] == []
@@ -97,7 +99,7 @@ def test_table_names_sizes_seed_and_errors(tmp_path: Path) -> None:
     small = ["--requests", "50", "--bytes-per-token", "1", "--seed", "9", "--dir", str(tmp_path)]
     result = CliRunner().invoke(demo.app, [*small, *EVERYTHING])
     assert result.exit_code == 0, result.output
-    for text in ("card942, seed 9", "hbm 2.0GiB", "50 requests", "infinite cache", "p99 ms"):
+    for text in ("card942, seed 9", "hbm 128.0MiB", "50 requests", "infinite cache", "p99 ms"):
         assert text in result.stdout
     assert "verification errors: 0" in result.stdout
     assert list(tmp_path.iterdir()) == [], "the temporary directory must be gone"

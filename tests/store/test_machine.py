@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import precondition as given_that
@@ -29,13 +29,14 @@ from tests.store.world import (
 from tieredkv import Outcome, Turn
 from tieredkv.session import PinGuard
 from tieredkv.testing import Fault, Gate, ManualClock
+from tieredkv.testing.faults import FaultSpec
 from tieredkv.tiers.nvme.tier import NvmeTier
 from tieredkv.tiers.nvme.usage import disk_usage
 
 SYMBOLS = st.integers(0, 2)
 PATHS = st.lists(SYMBOLS, min_size=1, max_size=7).map(tuple)
 SESSIONS = st.sampled_from(["a", "b"])
-FAULTS = {
+FAULTS: dict[str, FaultSpec] = {
     "fails": Fault(),
     "fails writes": Fault(op="write"),
     "fails some writes": Fault(lambda at: at.key[0] % 2 == 0, op="write"),
@@ -43,7 +44,7 @@ FAULTS = {
     "fails some reads": Fault(lambda at: at.key[0] % 2 == 0, op="read"),
     "corrupts": Fault(lambda at: at.key[1] % 2 == 0, op="read", outcome=Outcome.CORRUPT),
     "is busy": Fault(outcome=Outcome.BUSY),
-    "raises": Fault(raises=OSError("injected")),
+    "raises": OSError,
     "answers nothing": Fault(reply="none"),
     "answers too little": Fault(lambda at: at.index > 0, reply="few"),
 }
@@ -404,6 +405,7 @@ PROFILE = settings(
     max_examples=EXAMPLES or 25,
     stateful_step_count=60 if EXAMPLES else 40,
     derandomize=not EXAMPLES,
+    phases=(Phase.generate, Phase.shrink),
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -42,7 +41,7 @@ class Report:
     tally: Tally
     stats: Stats
     problems: list[str]
-    """What `check()` found, and a flush that did not end."""
+    """What `check()` found, and a flush or close that did not end."""
     seconds: float
 
     @property
@@ -144,13 +143,18 @@ def run(
     started = perf_counter()
     assert config.block_bytes is not None
     contents = Contents(config.block_bytes, seed)
-    with closing(TieredKVStore(config, fingerprint=Fingerprint(model="demo"))) as store:
+    store = TieredKVStore(config, fingerprint=Fingerprint(model="demo"))
+    problems = []
+    try:
         tally = Replay(store, contents).run(requests, done)
-        problems = []
         if not store.flush(FLUSH_DEADLINE):
             problems.append(f"flush did not end within {FLUSH_DEADLINE} s")
         problems += store.check()
         stats = store.stats()
+    finally:
+        closed = store.close()
+    if not closed:
+        problems.append("close left operations hanging")
     return Report(workload, seed, config, tally, stats, problems, perf_counter() - started)
 
 

@@ -146,7 +146,13 @@ class PrefixTree:
         while low < high:
             middle = (low + high) >> 1
             key = keys[middle]
-            run_id = shards[key[0]].get(key)
+            try:
+                run_id = shards[key[0]].get(key)
+            except (TypeError, IndexError):
+                raise UsageError(
+                    f"keys[{middle}] = {key!r:.80}: keys are 32 bytes each; "
+                    "pass the list of chain_keys()"
+                ) from None
             if run_id is not None and (not visible or runs[run_id].visible):
                 low, found = middle + 1, runs[run_id]
             else:
@@ -160,6 +166,18 @@ class PrefixTree:
                     "from its root, as chain_keys() returns it"
                 )
         return low, found
+
+    def check_new(self, keys: Sequence[bytes]) -> None:
+        """UsageError if any of these blocks, which are to be appended, is stored already or
+        named twice: then they are no chain. O(blocks)."""
+        shards = self._shards
+        if len(set(keys)) == len(keys) and not any(key in shards[key[0]] for key in keys):
+            return
+        first = next(i for i, k in enumerate(keys) if k in shards[k[0]] or k in keys[:i])
+        raise UsageError(
+            f"key {keys[first].hex()} is named twice, or stored below another block: pass the "
+            "chain from its root, as chain_keys() returns it"
+        )
 
     def append(
         self,

@@ -1,0 +1,255 @@
+"""The engine under a store: what runs in the background, and every wait.
+
+Planner, mover, tiers and index behind one lock. Bytes move outside the lock. Copies between
+memory tiers run in the thread that wants them, since they cannot block; everything else runs
+on the mover.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tieredkv.config import MoverConfig
+from tieredkv.errors import ClosedError
+from tieredkv.index.durable import DurableIndex
+from tieredkv.metrics import Metrics
+from tieredkv.mover import Mover, Transfer
+from tieredkv.planner import Planner
+from tieredkv.plans import Effects
+from tieredkv.tiers.base import Tier
+from tieredkv.types import Clock, Move, Outcome
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What `build` puts together for one block size."""
+
+    tiers: list[Tier]
+    planner: Planner
+    block_bytes: int
+
+
+class Engine:
+    """Runs moves, write-back and commits. Thread-safe."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        mover: Mover,
+        limits: MoverConfig,
+        index: DurableIndex | None,
+        metrics: Metrics,
+        clock: Clock,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.tiers, self.planner, self.block_bytes = parts.tiers, parts.planner, parts.block_bytes
+        self.mover = mover
+        self.index = index
+        self.metrics = metrics
+        self.clock = clock
+        self.healthy = [True] * len(self.tiers)
+        self._limits = limits
+        self._batch = max(1, limits.batch // self.block_bytes)
+        self._changed = threading.Condition(self.lock)
+        self._ends = 0
+        self._moving: dict[int, Move] = {}
+        self._acknowledged = 0
+        self._closed = False
+        self._stalled = False
+        """The last put that waited for room waited in vain: drop at once until a demotion ends."""
+
+    # -- durability -----------------------------------------------------------------------
+
+    def flush(self, timeout: float) -> bool:
+        """Write and commit everything that the durable tier should have; False if something
+        could not be written, or at the deadline."""
+        deadline = time.monotonic() + timeout
+        durable = self.planner.res.durable
+        if durable is None or self.index is None:
+            return True
+        with self.lock:
+            refused, upto = self.planner.begin_flush()
+        while True:
+            with self.lock:
+                if not self.planner.writes(durable, upto):
+                    break
+                before = len(self.planner.res.declined)
+                self.planner.room.write_back(self.clock(), self._write_back_blocks())
+                turned_down = len(self.planner.res.declined) != before
+                effects, seen = self._drain(), self._ends
+            self._start(effects.moves)
+            if turned_down:
+                continue  # perhaps the rest can go
+            if time.monotonic() >= deadline or not self._await_end(seen, deadline):
+                return False
+        committed = self._await_commit(deadline)
+        with self.lock:
+            return committed and self.planner.room.refused == refused
+
+    def await_durable(self, key: bytes, timeout: float) -> bool:
+        """Wait until the block's record is committed; False if it is gone, or at the deadline."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.planner.durable(key) is not False,
+                max(0.0, deadline - time.monotonic()),
+            )
+            if not self.planner.durable(key):
+                return False
+        if not self._await_commit(deadline):
+            return False
+        with self.lock:
+            return bool(self.planner.durable(key))
+
+    def clear(self, tier: int | None) -> int:
+        """Forget everything in one tier, or in all; blocks forgotten."""
+
+        def work(planner: Planner) -> int:
+            durable = self.index is not None and tier in (None, planner.res.durable)
+            epoch = self.index.new_epoch() if self.index is not None and durable else None
+            return planner.clear(tier, epoch)
+
+        return self.apply(work)
+
+    def apply(self, work: Callable[[Planner], int]) -> int:
+        """Run a change of the planner's and start what it causes."""
+        with self.lock:
+            result = work(self.planner)
+            effects = self._drain()
+            self._ends += 1
+            self._changed.notify_all()
+        self._start(effects.moves)
+        return result
+
+    def check(self) -> list[str]:
+        with self.lock:
+            return self.planner.check(list(self._moving.values()))
+
+    def close(self, timeout: float) -> bool:
+        """Finish what can be finished by the deadline; False if an operation still hangs. Then
+        its tier, and the lock of the directory, stay as they are until the process ends."""
+        deadline = time.monotonic() + timeout
+        with self.lock:
+            self._closed = True
+        ended = self.mover.close(timeout)
+        with self._changed:  # copies in the threads of callers
+            left = max(0.0, deadline - time.monotonic())
+            ended &= self._changed.wait_for(lambda: not self._moving, left)
+        if self.index is not None:
+            ended &= self.index.close(max(0.1, deadline - time.monotonic()))
+        if not ended:
+            log.error("close: operations still hang after %.1f s; their tiers stay open", timeout)
+            return False
+        for tier in self.tiers:
+            tier.close()
+        return True
+
+    # -- waits -----------------------------------------------------------------------------
+
+    def _await_commit(self, deadline: float) -> bool:
+        """Wait until every index change submitted so far is answered; False at the deadline."""
+        with self._changed:
+            mark = self.planner.last_ticket
+            left = max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: self._acknowledged >= mark, left)
+
+    def _await_end(self, seen: int, deadline: float) -> bool:
+        """Wait until anything has ended since `seen`; False at the deadline."""
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: self._ends != seen, left)
+
+    # -- moves ----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed: open a new one")
+
+    def _inline(self, move: Move) -> bool:
+        ends = [t for t in (move.src, move.dst) if t is not None]
+        return all(self.tiers[t].inline for t in ends)
+
+    def _note(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._moving[id(move)] = move
+
+    def _start(self, moves: Sequence[Move]) -> bool:
+        """Start background moves; True if any ran to its end in this thread."""
+        ran = False
+        for move in moves:
+            transfer = Transfer(move, self.tiers, None, self._batch, self._ended)
+            if self._inline(move):
+                transfer.run_all()
+                ran = True
+            elif not self.mover.start(transfer, self.block_bytes, load=False):
+                with self.lock:
+                    self.metrics.dropped_moves += len(move)
+                transfer.refuse()
+        return ran
+
+    def _ended(self, transfer: Transfer) -> None:
+        """A transfer has really ended, on whatever thread."""
+        move = transfer.move
+        with self.lock:
+            self._moving.pop(id(move), None)
+            self.planner.finish(move, transfer.read, transfer.write, self.clock())
+            self._count(move, transfer)
+            if not transfer.expired:
+                if move.src is not None and Outcome.OK in transfer.write:
+                    self._stalled = False
+                self._background()
+            effects = self._drain()
+            self._ends += 1
+            self._changed.notify_all()
+        self._start(effects.moves)
+
+    def _count(self, move: Move, transfer: Transfer) -> None:
+        size = self.block_bytes
+        if move.src is not None:
+            self.metrics.moved("read", self.tiers[move.src].name, transfer.read, size)
+        if move.dst is not None:
+            self.metrics.moved("write", self.tiers[move.dst].name, transfer.write, size)
+            if Outcome.FAILED in transfer.write:
+                self.planner.shrink(move.dst, self.tiers[move.dst].slots)
+            self.healthy[move.dst] = Outcome.FAILED not in transfer.write
+
+    def _background(self) -> None:
+        """Write back while the disk has nothing else to do, or at once under `through`."""
+        durable = self.planner.res.durable
+        if durable is None or not self.planner.res.dirty:
+            return
+        writing = len(self.planner.res.levels[durable].writing)
+        limit = self._write_back_blocks()
+        if writing < limit and (self.planner.through or self.mover.backlog == 0):
+            self.planner.room.write_back(self.clock(), limit - writing)
+
+    def _write_back_blocks(self) -> int:
+        return self._batch * self._limits.threads
+
+    def _drain(self) -> Effects:
+        """Collect what the planner wants; index changes are queued before the lock is given up."""
+        effects = self.planner.drain()
+        self._note(effects.moves)
+        if effects.index is not None and self.index is not None:
+            op = effects.index
+            self.index.submit(
+                op.puts, [k for k, _ in op.deletes], lambda ok: self._committed(op.ticket, ok)
+            )
+        return effects
+
+    def _committed(self, ticket: int, ok: bool) -> None:
+        with self.lock:
+            self._acknowledged = ticket
+            self.planner.committed(ticket, ok, self.clock())
+            if ok:
+                self._background()
+            effects = self._drain() if ok else Effects()
+            self._ends += 1
+            self._changed.notify_all()
+        self._start(effects.moves)
