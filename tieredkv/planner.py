@@ -96,6 +96,8 @@ class Planner(Ledger):
                 self.res.touch(run, now)
             return PutPlan(known, pending, [], 0)
         self.res.tree.check_new(keys[known:])
+        if run is not None and known < run.end:  # first: only the part in use is protected
+            run = self.res.split(run, known - run.start)
         shares, wait = self._share(len(keys) - known, run, now, force)
         wanted = len(keys) - known - sum(count for _, count in shares)
         if wait:
@@ -103,8 +105,6 @@ class Planner(Ledger):
         placed = len(keys) - known - wanted
         if not placed:
             return PutPlan(known, pending, [], wanted)
-        if run is not None and known < run.end:
-            run = self.res.split(run, known - run.start)
         self._generation += 1
         child = self.res.tree.append(run, keys[known : known + placed], self._generation, now, turn)
         moves = self._place(child, shares)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 from tieredkv import arguments
 from tieredkv.buffers import HostBlocks, host_blocks
@@ -70,16 +70,12 @@ class TieredKVStore:
         load_policies(config)
         self._disk = open_disk(config, fingerprint)
         limits = config.mover
-        self._mover = Mover(
-            DaemonExecutor(limits.threads, "tieredkv-mover"),
-            limits.threads,
-            limits.load_queue,
-            limits.store_queue,
-        )
+        loads, stores = limits.load_queue, limits.store_queue
+        self._mover = _mover("mover", limits.threads, loads, stores)
         # Whole calls wait for transfers, so they need threads that transfers do not use;
         # and gets others than puts, which may wait for room.
-        self._gets = _calls("get", limits.load_queue)
-        self._puts = _calls("put", limits.store_queue)
+        self._gets = _mover("get", ASYNC_THREADS, loads, loads)
+        self._puts = _mover("put", ASYNC_THREADS, stores, stores)
         try:
             known = config.block_bytes or (self._disk and self._disk.index.block_bytes)
             if known:
@@ -169,7 +165,7 @@ class TieredKVStore:
         host = host_blocks(out, len(chain) - start, writable=True)
         until = self._until(deadline)
         if self._core is not None and len(host):
-            self._check_size(self._core, host)
+            self._check_size(self._core, host.block_bytes)
         return self._later(
             self._gets, lambda: self._get(chain, host, start, until), host, len(chain) - start
         )
@@ -403,6 +399,5 @@ class TieredKVStore:
         return arguments.chain(keys, start, every=every)
 
 
-def _calls(operation: Literal["get", "put"], limit: int) -> Mover:
-    executor = DaemonExecutor(ASYNC_THREADS, f"tieredkv-{operation}")
-    return Mover(executor, ASYNC_THREADS, limit, limit)
+def _mover(name: str, threads: int, loads: int, stores: int) -> Mover:
+    return Mover(DaemonExecutor(threads, f"tieredkv-{name}"), threads, loads, stores)

@@ -35,6 +35,11 @@ from tieredkv.keys import fingerprint_name
 from tieredkv.testing import FaultyTier, Gate
 
 
+def named(blocks: int, name: str, value: Any, seed: int = 0) -> list[bytes]:
+    extras: dict[str, Any] = {name: value}
+    return chain(blocks, seed, **extras)
+
+
 def directories(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.is_dir()]
 
@@ -64,10 +69,9 @@ def test_A01_another_process_with_another_hash_seed_hits(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["lora", "salt", "tenant"])
 def test_A02_one_extra_never_gets_anothers_blocks(kind: str, name: str, tmp_path: Path) -> None:
-    mine = chain(4, **{name: "a"})
-    others = [chain(4, **{name: value}) for value in ("b", "", b"a", "A", "a\0", None)]
-    swapped = {"lora": "salt", "salt": "tenant", "tenant": "lora"}[name]
-    others.append(chain(4, **{swapped: "a"}))
+    mine = named(4, name, "a")
+    others = [named(4, name, value) for value in ("b", "", b"a", "A", "a\0", None)]
+    others.append(named(4, {"lora": "salt", "salt": "tenant", "tenant": "lora"}[name], "a"))
     with opened(*tiers(kind, tmp_path)) as store:
         assert put(store, mine) == [OK] * 4
         for other in others:
@@ -267,7 +271,8 @@ HOSTILE = [
 def test_A07_hostile_names_stay_inside_and_apart(field: str, tmp_path: Path) -> None:
     root, keys = tmp_path / "deep" / "root", chain(1)
     for value in HOSTILE:
-        fp = replace(Fingerprint("m"), **{field: value})
+        change: dict[str, Any] = {field: value}
+        fp = replace(Fingerprint("m"), **change)
         with opened(nvme(root, 64 << 20, segment=1 << 18), fp=fp) as store:
             assert get(store, keys) == [MISSING]
             assert put(store, keys) == [OK]
@@ -294,7 +299,7 @@ def test_A07_names_of_requests_reach_no_path(name: str, tmp_path: Path) -> None:
                 assert put(store, keys, turn=value) == [OK]
                 store.session(value).turn_ended("end_turn")
             else:
-                keys = chain(1, **{name: value})
+                keys = named(1, name, value)
                 assert get(store, keys) == [MISSING]
                 assert put(store, keys) == [OK]
             assert get(store, keys) == [OK]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ class DictStore:
     def lookup(self, keys: list[bytes]) -> Match:
         blocks = next((i for i, key in enumerate(keys) if key not in self.data), len(keys))
         return Match(blocks, (("dict", blocks),) if blocks else ())
+
+    def pin(self, keys: list[bytes]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def get(self, keys: list[bytes], out: Any) -> list[Outcome]:
         for key, row in zip(keys, out, strict=True):

@@ -87,7 +87,7 @@ class Tally:
 
 
 class Replay:
-    """Runs requests one after the other: lookup, get, verify, put what is new."""
+    """Runs requests one after the other: lookup, pin, get, verify, put what is new."""
 
     def __init__(self, store: TieredKVStore, contents: Contents) -> None:
         """Borrows `store`. Not thread-safe. Two buffers grow to the longest request."""
@@ -117,9 +117,11 @@ class Replay:
         self._reserve(len(ids))
         keys = trace_keys(ids)
         match = self._timed("lookup", lambda: self._store.lookup(keys))
-        hit = self._read(keys[: match.blocks]) if match.blocks else 0
+        # A running request keeps its prefix, as in an engine.
+        with self._store.pin(keys):
+            hit = self._read(keys[: match.blocks]) if match.blocks else 0
+            self._write(keys, hit, request)
         tally.hit_tokens += hit * request.block_size
-        self._write(keys, hit, request)
 
     def _read(self, keys: list[bytes]) -> int:
         """Get and verify the blocks of `keys`; how many leading ones came back."""
