@@ -14,7 +14,7 @@ from cachetools import LRUCache
 
 from tieredkv.errors import UsageError
 from tieredkv.eviction.base import Kind
-from tieredkv.index.prefix_tree import Run
+from tieredkv.index.prefix_tree import ABSENT, Run
 from tieredkv.ledger import Ledger
 from tieredkv.pins import Pins
 from tieredkv.plans import PutPlan, TokenBucket
@@ -52,25 +52,37 @@ class Planner(Ledger):
     def match(self, keys: Sequence[bytes]) -> Match:
         """The longest visible prefix. O(log n + runs on the path)."""
         blocks, run = self.res.tree.match(keys, visible=True)
-        spans: list[tuple[int, int]] = []  # deepest first
-        upto, last, total = blocks, 0, 0
+        spans: list[tuple[int, int]] = []  # (tier, last block), deepest first
+        tier: int | None = None
         while run is not None:
-            count, start, tier = run.count, run.start, 0
-            while not count[tier]:  # a visible run has copies somewhere
-                tier += 1
-            if count[tier] == len(run.keys):
-                here = [(tier, upto - start)]
+            if run.home != tier or tier == ABSENT:
+                tier = run.home
+                if tier != ABSENT:
+                    spans.append((tier, run.end))
+                else:
+                    at = run.start
+                    ends: list[tuple[int, int]] = []
+                    for here, length in run.spans(0, min(blocks, run.end) - run.start):
+                        at += length
+                        ends.append((here, at))
+                    spans.extend(reversed(ends))
+                    tier = ends[0][0]
+            run = run.parent
+        return Match(blocks, self._named(spans, blocks))
+
+    def _named(self, spans: list[tuple[int, int]], blocks: int) -> tuple[tuple[str, int], ...]:
+        """From (tier, end) deepest first to (tier name, length) root first."""
+        named: list[tuple[str, int]] = []
+        begin = 0
+        for tier, end in reversed(spans):
+            end = min(end, blocks)
+            name = self.res.levels[tier].name
+            if named and named[-1][0] == name:
+                named[-1] = (name, named[-1][1] + end - begin)
             else:
-                here = list(run.spans(0, upto - start))[::-1]
-            for tier, length in here:
-                if tier != last:
-                    spans.append((last, total))
-                    last, total = tier, 0
-                total += length
-            upto, run = start, run.parent
-        spans.append((last, total))
-        names = self.res.levels
-        return Match(blocks, tuple((names[tier].name, n) for tier, n in spans[::-1] if n))
+                named.append((name, end - begin))
+            begin = end
+        return tuple(named)
 
     def visible(self, key: bytes) -> bool | None:
         """True if stored, False if still being written, None if unknown."""
@@ -123,6 +135,11 @@ class Planner(Ledger):
                 goal = shares[tier] + wanted
                 leaf = leaf_on_path(run, tier)
                 got = self.room.make(tier, goal, now, leaf, force=drop)
+                while got < goal and leaf is not None and self.room.stays(leaf, tier):
+                    before, got = got, self.room.make(tier, goal, now)  # the chain's own head
+                    if got == before:
+                        break
+                    leaf = leaf_on_path(run, tier)
                 wanted -= got - shares[tier]
                 shares[tier] = got
                 if got < min(goal, self.res.levels[tier].pool.limit) and not force and not drop:

@@ -91,6 +91,7 @@ class Residency:
         was, fresh = run.present(tier), not run.count[tier]
         mine[offset : offset + len(slots)] = array("i", slots)
         run.count[tier] += len(slots)
+        run.recount()
         if reserved:
             run.busy[tier] -= len(slots)
             for key in keys:
@@ -119,6 +120,7 @@ class Residency:
             for offset in offsets:
                 mine[offset] = ABSENT
         run.count[tier] -= count
+        run.recount()
         if not run.count[tier]:
             run.slots[tier] = None
             level.policy.forget(run.id, True)

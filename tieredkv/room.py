@@ -61,6 +61,10 @@ class Room:
                 self._evict(run, tier, count)
         return min(blocks, pool.free)
 
+    def stays(self, run: Run, tier: int) -> bool:
+        """Is the run complete in another tier, whatever is evicted from this one?"""
+        return any(run.full(other) for other in self.tiers if other != tier)
+
     def ahead(self, now: float) -> None:
         """Keep the durable tier's watermark."""
         tier = self.res.durable

@@ -14,6 +14,7 @@ import pytest
 
 from tests.bugs.world import (
     FAILED,
+    Faulty,
     MISSING,
     OK,
     SIZE,
@@ -32,19 +33,8 @@ from tests.bugs.world import (
     tier,
 )
 from tieredkv import Outcome
-from tieredkv.testing import Fault, FaultyTier, Gate
+from tieredkv.testing import Fault, Gate
 from tieredkv.tiers.nvme.engines import DirectEngine
-
-
-def faulty(**wrapped: FaultyTier) -> Any:
-    """A `wrap_tier` that puts a FaultyTier around every tier and names it in `wrapped`."""
-
-    def wrap(inner: Any) -> Any:
-        wrapped[inner.name] = FaultyTier(inner, inline=inner.inline)
-        return wrapped[inner.name]
-
-    wrap.tiers = wrapped  # type: ignore[attr-defined]
-    return wrap
 
 
 def segment(root: Path) -> Path:
@@ -60,9 +50,8 @@ def test_A09_all_blocks_hit_after_a_clean_close(memory: int, write: str, tmp_pat
     with opened(*specs) as store:
         for keys in chains:
             for end in (2, 4, 6, 8):  # never more than the smallest memory at once
-                assert store.put_async(keys[:end], blocks_of(keys[end - 2 : end]), end - 2).result(
-                    10
-                ) == [OK] * 2
+                stored = store.put_async(keys[:end], blocks_of(keys[end - 2 : end]), end - 2)
+                assert stored.result(10) == [OK] * 2
                 assert store.flush(10)
     with opened(*specs) as store:
         assert store.stats().blocks == 32
@@ -109,7 +98,7 @@ def test_A09_acknowledged_blocks_survive_a_kill(how: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("slow", ["dram", "nvme"])
 def test_A10_a_block_is_not_read_while_it_is_written(slow: str, tmp_path: Path) -> None:
-    wrap, gate = faulty(), Gate(op="write")
+    wrap, gate = Faulty(), Gate(op="write")
     with opened(*([dram(8)] if slow == "dram" else [nvme(tmp_path)]), wrap=wrap) as store:
         assert put(store, chain(1, seed=9)) == [OK]
         wrap.tiers[slow].hang, keys = gate, chain(4)
@@ -131,7 +120,7 @@ def test_A10_a_block_is_not_read_while_it_is_written(slow: str, tmp_path: Path) 
 
 
 def test_A10_a_block_that_is_being_promoted_comes_from_below(tmp_path: Path) -> None:
-    keys, wrap, gate = chain(4), faulty(), Gate(op="write")
+    keys, wrap, gate = chain(4), Faulty(), Gate(op="write")
     with opened(dram(8), nvme(tmp_path), wrap=wrap) as store:
         assert put(store, keys) == [OK] * 4
         assert store.flush(10)
@@ -149,7 +138,7 @@ def test_A10_a_block_that_is_being_promoted_comes_from_below(tmp_path: Path) -> 
 
 
 def test_A12_a_block_that_vanished_is_asked_for_once(tmp_path: Path) -> None:
-    keys, wrap = chain(4), faulty()
+    keys, wrap = chain(4), Faulty()
     with opened(nvme(tmp_path), wrap=wrap) as store:
         assert put(store, keys) == [OK] * 4
         os.truncate(segment(tmp_path), SIZE)
@@ -185,7 +174,7 @@ def test_A12_a_file_deleted_between_two_runs_is_a_miss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["dram", "nvme"])
 @pytest.mark.parametrize("error", [FAILED, Outcome.CORRUPT, OSError])
 def test_A12_a_failed_read_is_not_repeated_for_ever(kind: str, error: Any, tmp_path: Path) -> None:
-    keys, wrap = chain(4), faulty()
+    keys, wrap = chain(4), Faulty()
     with opened(dram(8) if kind == "dram" else nvme(tmp_path), wrap=wrap) as store:
         assert put(store, keys) == [OK] * 4
         wrap.tiers[kind].error = (
@@ -243,7 +232,7 @@ def test_A13_refused_direct_io_falls_back_once_and_says_so(
 
 
 def test_A13_a_tier_whose_stores_fail_is_not_healthy(tmp_path: Path) -> None:
-    keys, wrap = chain(4), faulty()
+    keys, wrap = chain(4), Faulty()
     with opened(nvme(tmp_path), wrap=wrap, block_bytes=SIZE) as store:
         wrap.tiers["nvme"].error = Fault(op="write")
         assert put(store, keys) == [FAILED] * 4

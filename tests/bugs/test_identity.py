@@ -17,6 +17,7 @@ from tests.bugs.world import (
     MISSING,
     OK,
     SIZE,
+    Faulty,
     blocks_of,
     chain,
     compare,
@@ -32,7 +33,7 @@ from tests.bugs.world import (
 )
 from tieredkv import Fingerprint, TieredKVStore, UsageError
 from tieredkv.keys import fingerprint_name
-from tieredkv.testing import FaultyTier, Gate
+from tieredkv.testing import Gate
 
 
 def named(blocks: int, name: str, value: Any, seed: int = 0) -> list[bytes]:
@@ -228,15 +229,9 @@ def test_A06_what_was_invalidated_does_not_come_back(how: str, tmp_path: Path) -
 
 
 def test_A06_a_write_that_was_under_way_revives_nothing(tmp_path: Path) -> None:
-    keys, gate = chain(4), Gate(op="write")
-    wrapped: dict[str, FaultyTier] = {}
-
-    def wrap(tier: Any) -> Any:
-        wrapped[tier.name] = FaultyTier(tier, inline=tier.inline)
-        return wrapped[tier.name]
-
+    keys, wrap, gate = chain(4), Faulty(), Gate(op="write")
     with opened(dram(8), nvme(tmp_path), wrap=wrap, block_bytes=SIZE) as store:
-        wrapped["nvme"].hang = gate
+        wrap.tiers["nvme"].hang = gate
         assert put(store, keys) == [OK] * 4
         assert gate.wait_entered()
         store.clear()

@@ -15,6 +15,7 @@ import numpy as np
 
 from tieredkv import Config, Fingerprint, Outcome, TieredKVStore, chain_keys
 from tieredkv.metrics import Stats, TierStats
+from tieredkv.testing import FaultyTier
 
 ROOT = Path(__file__).parents[2]
 SIZE = 4096
@@ -77,6 +78,17 @@ def opened(
         assert store.check() == []
     finally:
         store.close()
+
+
+class Faulty:
+    """A `wrap_tier` that puts a FaultyTier around every tier, to be found under its name."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[str, FaultyTier] = {}
+
+    def __call__(self, inner: Any) -> Any:
+        self.tiers[inner.name] = FaultyTier(inner, inline=inner.inline)
+        return self.tiers[inner.name]
 
 
 def put(

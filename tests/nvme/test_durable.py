@@ -222,7 +222,7 @@ def test_a_full_map_grows_once_and_then_fails(world: World, caplog: pytest.LogCa
         while world.commit([piece(first, 100)]):
             stored, first = stored + 100, first + 100
         assert not world.commit([piece(first, 100)])
-    assert stored * 104 > 64 << 10
+    assert stored >= 300
     assert world.index.failures == 2
     assert len(caplog.records) == 1  # one line for the streak
     assert os.path.getsize(world.path / "data.mdb") <= 256 << 10
@@ -332,13 +332,13 @@ def test_a_hung_transaction_does_not_hang_close(tmp_path: Path) -> None:
     entered, go = threading.Event(), threading.Event()
     write = index._env.write
 
-    def hang(work: Any) -> Any:
+    def hang(work: Any, forgets: bool) -> Any:
         def slow(txn: Any) -> Any:
             entered.set()
             assert go.wait(20)
             return work(txn)
 
-        return write(slow)
+        return write(slow, forgets)
 
     index._env.write = hang  # type: ignore[method-assign]
     answers: list[bool] = []
@@ -469,11 +469,10 @@ print(sum(len(p.keys) for p in index.load(10_000)), index.check())
 def test_a_short_file_that_lacks_only_free_pages_is_kept(tmp_path: Path) -> None:
     """LMDB does not write pages that one transaction allocates and frees."""
     world = World(tmp_path / "index")
-    rng = random.Random(1)
-    for n in range(400):
-        world.commit([piece(n * 40, rng.choice([1, 10, 40]))])
-        if rng.random() < 0.05:
-            world.index.new_epoch()
+    for n in range(100):
+        world.submit([piece(n * 1000, 500)])
+        world.submit([], [key_of(n * 1000 + i) for i in range(20, 500)])
+        world.executor.run_all()
         info, page = world.index._env._env.info(), 4096
         if (world.path / "data.mdb").stat().st_size < (info["last_pgno"] + 1) * page:
             break

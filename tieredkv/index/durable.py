@@ -146,7 +146,7 @@ class DurableIndex:
             return []
         if found.dropped and prune:
             log.warning("index %s: dropped blocks: %s", self.path, found.reasons)
-            self._write(lambda txn: txn.delete(found.dropped))
+            self._write(lambda txn: txn.delete(found.dropped), forgets=True)
         self.dropped = found.reasons
         return found.pieces
 
@@ -184,7 +184,7 @@ class DurableIndex:
                 txn.drop_all()
                 txn.put_meta(b"epoch", epoch)
 
-            self._write(reset)
+            self._write(reset, forgets=True)
             self._epoch = epoch
         finally:
             self._order.release()
@@ -277,9 +277,9 @@ class DurableIndex:
             changes, self._queue = self._queue, []
         return changes
 
-    def _write(self, work: Callable[[Transaction], None]) -> None:
+    def _write(self, work: Callable[[Transaction], None], forgets: bool = False) -> None:
         try:
-            self._env.write(work)
+            self._env.write(work, forgets)
         except Exception as error:
             self.failures += 1
             if self.last_error is None:
@@ -306,7 +306,7 @@ class DurableIndex:
                     txn.put(encode(piece, self._epoch, self._block_bytes or 0))
 
         try:
-            self._write(work)
+            self._write(work, forgets=not any(puts for puts, _, _ in changes))
         except Exception:  # counted and logged; the callers are told
             return False
         return True

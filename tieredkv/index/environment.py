@@ -93,12 +93,14 @@ class Environment:
                 raise DamagedIndex(str(error)) from error
             raise DirectoryError(f"{path}: cannot open the index: {error}") from error
 
-    def write(self, work: Callable[[Transaction], T]) -> T:
+    def write(self, work: Callable[[Transaction], T], forgets: bool = False) -> T:
         """Run `work` in one synced transaction; it may be run again, see `_run`.
 
-        Raises TransactionFailed; an exception of `work` aborts the transaction.
+        `forgets`: it only deletes, which must work in a full file too (pages are copied
+        before they are changed), so it may exceed the limit. Raises TransactionFailed,
+        DamagedIndex; an exception of `work` aborts the transaction.
         """
-        return self._run(work, True)
+        return self._run(work, True, forgets)
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on a snapshot. Raises DamagedIndex, TransactionFailed."""
@@ -124,11 +126,13 @@ class Environment:
         return True
 
     def _grown_to(self, n: int) -> int:
-        """Set the map to `n` bytes, or to what even a deletion needs beside the data."""
-        used = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        size = max(n, 2 * used + SPARE)
+        """Set the map to `n` bytes, or where more is in use, to what deletions need."""
+        size = n if n >= self._used() else 2 * self._used() + SPARE
         self._env.set_mapsize(size)
-        return int(size)
+        return size
+
+    def _used(self) -> int:
+        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
 
     def _acquire(self) -> None:
         if not self._lock.acquire(timeout=self._timeout):
@@ -137,7 +141,7 @@ class Environment:
                 "look at the disk"
             )
 
-    def _run(self, work: Callable[[Transaction], T], write: bool) -> T:
+    def _run(self, work: Callable[[Transaction], T], write: bool, forgets: bool = False) -> T:
         """Causes that can be cured are cured once each, and the transaction repeated."""
         self._acquire()
         cured: set[type[Exception]] = set()
@@ -147,7 +151,7 @@ class Environment:
                     with self._env.begin(write=write) as txn:
                         return work(Transaction(txn, self._blocks, self._meta))
                 except (lmdb.MapFullError, lmdb.MapResizedError, lmdb.ReadersFullError) as error:
-                    if type(error) in cured or not self._cure(error):
+                    if type(error) in cured or not self._cure(error, forgets):
                         raise
                     cured.add(type(error))
         except DAMAGED as error:
@@ -157,11 +161,13 @@ class Environment:
         finally:
             self._lock.release()
 
-    def _cure(self, error: Exception) -> bool:
+    def _cure(self, error: Exception, forgets: bool) -> bool:
         if isinstance(error, lmdb.ReadersFullError):
             self._env.reader_check()  # frees the places of dead processes
         elif isinstance(error, lmdb.MapResizedError):
             self._env.set_mapsize(0)  # another process has grown it
+        elif forgets:
+            self._map_size = self._grown_to(2 * self._used() + SPARE)
         elif self._map_size < self._map_limit:
             self._map_size = self._grown_to(self._map_limit)
         else:

@@ -22,7 +22,7 @@ class Run:
     """Consecutive blocks of one chain. All lists are indexed by tier, fastest first."""
 
     __slots__ = (
-        "born", "busy", "children", "count", "generation", "hits", "id", "keys", "kids", "last",
+        "born", "busy", "children", "count", "generation", "hits", "home", "id", "keys", "kids", "last",
         "parent", "pins", "slots", "start", "turn", "visible",
     )  # fmt: skip
 
@@ -51,6 +51,8 @@ class Run:
         """Blocks whose copy is being written."""
         self.kids = [0] * tiers
         """Children with any block readable or being written."""
+        self.home = ABSENT
+        """The fastest tier of every block, if it is the same for all."""
         self.visible = False
         """All blocks of this run and of its ancestors have a copy."""
         self.born = now
@@ -70,6 +72,15 @@ class Run:
     def copies(self, offset: int) -> int:
         """Number of tiers with a readable copy of the block."""
         return sum(slots is not None and slots[offset] != ABSENT for slots in self.slots)
+
+    def recount(self) -> None:
+        """Bring `home` up to date; to be called when counts or keys have changed."""
+        self.home = ABSENT
+        for tier, count in enumerate(self.count):
+            if count:
+                if count == len(self.keys):
+                    self.home = tier
+                return
 
     def full(self, tier: int) -> bool:
         """Every block has a readable copy in `tier`."""
@@ -97,10 +108,10 @@ class Run:
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
         """(fastest tier, blocks) over the offsets [lo, hi) of a visible run, run-length coded."""
-        first = next((t for t, n in enumerate(self.count) if n), -1)
-        if first < 0 or self.count[first] == len(self.keys):
-            yield first, hi - lo
+        if self.home != ABSENT:
+            yield self.home, hi - lo
             return
+        first = next(t for t, n in enumerate(self.count) if n)
         tier, since = self.fastest(lo), lo
         for offset in range(lo + 1, hi):
             slots = self.slots[tier]
@@ -230,6 +241,8 @@ class PrefixTree:
                 head.slots[tier], run.slots[tier] = slots[:offset], slots[offset:]
                 head.count[tier] = offset - slots[:offset].count(ABSENT)
                 run.count[tier] -= head.count[tier]
+        head.recount()
+        run.recount()
         if run.pins:
             head.pins = {pin: depth for pin, depth in run.pins.items() if depth <= head.end} or None
             run.pins = {pin: depth for pin, depth in run.pins.items() if depth > head.end} or None
@@ -246,6 +259,7 @@ class PrefixTree:
         for tier, slots in enumerate(run.slots):
             if slots is not None:
                 run.slots[tier] = slots[:offset] if run.count[tier] else None
+        run.recount()
         if not offset:
             del self.runs[run.id]
             if run.parent is not None and run.parent.children is not None:
@@ -286,6 +300,10 @@ class PrefixTree:
                 problems.append(f"{name} is visible below an invisible parent")
             if run.visible and not all(run.copies(i) for i in range(len(run.keys))):
                 problems.append(f"{name} is visible with a block that has no copy")
+            home = run.home
+            run.recount()
+            if home != run.home:
+                problems.append(f"{name} misses its home tier")
             for tier in range(self.tiers):
                 if run.count[tier] != sum(1 for _ in run.tail(tier)):
                     problems.append(f"{name} miscounts tier {tier}")
