@@ -1,66 +1,114 @@
-"""The DRAM tier against memcpy into a ring of the same size, one thread each.
+"""A store of DRAM, and its tier alone, against memcpy into a ring of the same size.
 
-A round moves 256 MiB through memory that no cache holds. The reference is memmove block by
-block between the same sizes of memory, without bookkeeping. `shared` rows let the tier use
-its second copy thread; they have no bar, because they need a second CPU that is idle.
+One thread each. A round moves 256 MiB through memory that no cache holds. The reference is
+memmove block by block between the same sizes of memory, without bookkeeping. The store is
+full, so that every put evicts as much as it brings; `single` rows have one block per call,
+each the next of its chain. `shared` rows let the tier use its second copy thread; they have
+no bar, because they need a second CPU that is idle.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from benches.common import PAIRS, Result, absolute, compare, seconds
+from benches.world import random_keys
+from tieredkv.config import Config
+from tieredkv.store import TieredKVStore
 from tieredkv.tiers.base import Bytes
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.slab import Slab
-from tieredkv.types import Batch, Outcome
+from tieredkv.types import Batch, Fingerprint, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
-RING = 256 * MIB
-USERS = 64 * MIB
-"""Size of the caller's memory, larger than the caches that count."""
-BATCH = 16 * MIB
-"""Bytes per call: a prefix of a few blocks."""
 
 
-def run() -> Iterator[Result]:
-    for block_bytes in (128 * KIB, MIB, 4 * MIB):
-        yield from _tier(block_bytes, BATCH, threads=1)
-    yield from _tier(MIB, BATCH, threads=2)
+@dataclass(frozen=True, slots=True)
+class Size:
+    blocks: tuple[int, ...] = (128 * KIB, MIB, 4 * MIB)
+    shared: int = MIB
+    ring: int = 256 * MIB
+    users: int = 64 * MIB
+    """The caller's memory, larger than the caches that count."""
+    batch: int = 16 * MIB
+    """Bytes per call: a prefix of a few blocks."""
+    pairs: int = PAIRS
 
 
-class _Memory:
-    """A tier, the ring beside it, and the caller's blocks."""
+FULL = Size()
 
-    def __init__(self, block_bytes: int, batch_bytes: int, threads: int) -> None:
-        self.block_bytes = block_bytes
-        self.batch = batch_bytes // block_bytes
-        self.blocks = RING // block_bytes
-        self.tier = DramTier("dram", RING, block_bytes, copy_threads=threads, pin="off")
-        if not self.tier.wait_ready(60):
-            raise RuntimeError("the slab is still not pre-faulted after 60 s")
+
+def run(size: Size = FULL) -> Iterator[Result]:
+    for block_bytes in size.blocks:
+        yield from _tier(block_bytes, size, threads=1)
+        yield from _store(block_bytes, size)
+    yield from _tier(size.shared, size, threads=2)
+
+
+class _Ring:
+    """The reference, and the caller's blocks."""
+
+    def __init__(self, block_bytes: int, size: Size) -> None:
+        self.size, self.block_bytes = size, block_bytes
+        self.batch = max(1, size.batch // block_bytes)
+        self.blocks = size.ring // block_bytes
         # the same kind of memory as the tier's: page-aligned, of huge pages
-        self.slab = Slab(1, RING)
+        self.slab = Slab(1, size.ring)
         self.ring = self.slab.rows[0]
         self.ring[:] = 1
-        self.users: Bytes = np.ones((USERS // block_bytes, block_bytes), np.uint8)
-        self.lists = [list(self.users[i : i + self.batch]) for i in self._firsts(len(self.users))]
-        self.batches = [
-            Batch(list(range(i, i + self.batch)), [b""] * self.batch, [1] * self.batch)
-            for i in self._firsts(self.blocks)
-        ]
+        self.users: Bytes = np.ones((size.users // block_bytes, block_bytes), np.uint8)
+        self.lists = [list(self.users[i : i + self.batch]) for i in self.firsts(len(self.users))]
+
+    def firsts(self, count: int) -> range:
+        return range(0, count, self.batch)
+
+    def memcpy_in(self) -> None:
+        sizes = self.size.ring, self.size.users
+        self._memcpy(self.ring.ctypes.data, self.users.ctypes.data, *sizes)
+
+    def memcpy_out(self) -> None:
+        sizes = self.size.users, self.size.ring
+        self._memcpy(self.users.ctypes.data, self.ring.ctypes.data, *sizes)
+
+    def bare_calls(self) -> float:
+        """Seconds that the calls of a round take without their copies."""
+        memmove, at, ring, users = ctypes.memmove, self.ring.ctypes.data, *self._sizes()
+        return min(
+            seconds(lambda: [memmove(at + i % ring, at + i % users, 0) for i in range(self.blocks)])
+            for _ in range(5)
+        )
 
     def close(self) -> None:
-        self.tier.close()
         del self.ring
         self.slab.close()
 
-    def _firsts(self, count: int) -> range:
-        return range(0, count, self.batch)
+    def _memcpy(self, target: int, source: int, target_size: int, source_size: int) -> None:
+        memmove, size = ctypes.memmove, self.block_bytes
+        for at in range(0, self.size.ring, size):
+            memmove(target + at % target_size, source + at % source_size, size)
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.size.ring, self.size.users
+
+
+class _Tier:
+    """A tier without a store."""
+
+    def __init__(self, ring: _Ring, threads: int) -> None:
+        self.lists = ring.lists
+        size = ring.size.ring
+        self.tier = DramTier("dram", size, ring.block_bytes, copy_threads=threads, pin="off")
+        if not self.tier.wait_ready(60):
+            raise RuntimeError("the slab is still not pre-faulted after 60 s")
+        self.batches = [
+            Batch(list(range(i, i + ring.batch)), [b""] * ring.batch, [1] * ring.batch)
+            for i in ring.firsts(ring.blocks)
+        ]
 
     def put(self) -> None:
         for batch, blocks in zip(self.batches, itertools.cycle(self.lists), strict=False):
@@ -72,48 +120,121 @@ class _Memory:
             if self.tier.read(batch, blocks)[-1] is not Outcome.OK:
                 raise RuntimeError("read failed")
 
-    def memcpy_in(self) -> None:
-        self._memcpy(self.ring.ctypes.data, self.users.ctypes.data, RING, USERS)
 
-    def memcpy_out(self) -> None:
-        self._memcpy(self.users.ctypes.data, self.ring.ctypes.data, USERS, RING)
-
-    def _memcpy(self, target: int, source: int, target_size: int, source_size: int) -> None:
-        memmove, size = ctypes.memmove, self.block_bytes
-        for at in range(0, RING, size):
-            memmove(target + at % target_size, source + at % source_size, size)
-
-
-def _tier(block_bytes: int, batch_bytes: int, threads: int) -> Iterator[Result]:
-    memory = _Memory(block_bytes, batch_bytes, threads)
-    label = f"{block_bytes // MIB}MiB" if block_bytes >= MIB else f"{block_bytes // KIB}KiB"
-    label += ".shared" if threads > 1 else ""
-    large = block_bytes >= MIB
+def _tier(block_bytes: int, size: Size, threads: int) -> Iterator[Result]:
+    ring = _Ring(block_bytes, size)
+    tier = _Tier(ring, threads)
+    suffix = ".shared" if threads > 1 else ""
     for name, ours, reference in (
-        ("put", memory.put, memory.memcpy_in),
-        ("get", memory.get, memory.memcpy_out),
+        ("put", tier.put, ring.memcpy_in),
+        ("get", tier.get, ring.memcpy_out),
     ):
-        bar = 0.95 if large and threads == 1 else None
-        yield compare(f"dram.{name}.{label}", "GB/s", _rate(ours), _rate(reference), bar=bar)
+        bar = 0.95 if block_bytes >= MIB and threads == 1 else None
+        metric = f"dram.tier.{name}.{_label(block_bytes)}{suffix}"
+        yield _rates(metric, ring, lambda ours=ours: seconds(ours), reference, bar)  # type: ignore[misc]
+        if block_bytes < MIB:
+            yield _overhead(metric, ring, lambda ours=ours: seconds(ours), reference, 1.0)  # type: ignore[misc]
+    tier.tier.close()
+    ring.close()
+
+
+class _Store:
+    """A store of one tier; a round puts new chains that take the place of all others."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self.ring = ring
+        tier = {"kind": "dram", "capacity": ring.size.ring, "copy_threads": 1, "pin": "off"}
+        config = Config.model_validate({"block_bytes": ring.block_bytes, "tiers": [tier]})
+        self.store = TieredKVStore(config, Fingerprint("bench"))
+        self.chains: list[list[bytes]] = []
+        self.put()  # touches the slab
+
+    def put(self) -> float:
+        """Seconds of a round in batches."""
+        ring = self.ring
+        self.chains = [random_keys(ring.batch) for _ in ring.firsts(ring.blocks)]
+        return seconds(lambda: self._batches(self.store.put))
+
+    def get(self) -> float:
+        return seconds(lambda: self._batches(self.store.get))
+
+    def put_single(self) -> float:
+        ring = self.ring
+        self.chains = [random_keys(ring.batch) for _ in ring.firsts(ring.blocks)]
+        return self._singles(self.store.put)
+
+    def get_single(self) -> float:
+        return self._singles(self.store.get)
+
+    def _batches(self, call: Callable[..., list[Outcome]]) -> None:
+        for chain, blocks in zip(self.chains, itertools.cycle(self.ring.lists), strict=False):
+            if call(chain, blocks)[-1] is not Outcome.OK:
+                raise RuntimeError("a block is not OK")
+
+    def _singles(self, call: Callable[..., list[Outcome]]) -> float:
+        calls: list[tuple[Sequence[bytes], list[Bytes], int]] = []
+        for chain, blocks in zip(self.chains, itertools.cycle(self.ring.lists), strict=False):
+            calls += [(chain[: i + 1], [blocks[i]], i) for i in range(len(chain))]
+
+        def work() -> None:
+            for keys, block, start in calls:
+                if call(keys, block, start)[0] is not Outcome.OK:
+                    raise RuntimeError("a block is not OK")
+
+        return seconds(work)
+
+
+def _store(block_bytes: int, size: Size) -> Iterator[Result]:
+    ring = _Ring(block_bytes, size)
+    store = _Store(ring)
+    large = block_bytes >= MIB
+    for name, ours, reference, single in (
+        ("put", store.put, ring.memcpy_in, False),
+        ("get", store.get, ring.memcpy_out, False),
+        ("put.single", store.put_single, ring.memcpy_in, True),
+        ("get.single", store.get_single, ring.memcpy_out, True),
+    ):
+        bar = 0.95 if large and not single else None
+        metric = f"dram.store.{name}.{_label(block_bytes)}"
+        yield _rates(metric, ring, ours, reference, bar)
         if not large:
-            yield _overhead(f"dram.{name}.{label}.overhead", memory, ours, reference)
-    memory.close()
+            yield _overhead(metric, ring, ours, reference, None if single else 4.0)
+    store.store.close()
+    ring.close()
 
 
-def _rate(fn: Callable[[], None]) -> Callable[[], float]:
-    return lambda: RING / seconds(fn) / 1e9
+def _rates(
+    metric: str,
+    ring: _Ring,
+    ours: Callable[[], float],
+    reference: Callable[[], None],
+    bar: float | None,
+) -> Result:
+    nbytes = ring.size.ring
+    return compare(
+        metric,
+        "GB/s",
+        lambda: nbytes / ours() / 1e9,
+        lambda: nbytes / seconds(reference) / 1e9,
+        bar=bar,
+        pairs=ring.size.pairs,
+    )
 
 
 def _overhead(
-    metric: str, memory: _Memory, ours: Callable[[], None], reference: Callable[[], None]
+    metric: str,
+    ring: _Ring,
+    ours: Callable[[], float],
+    reference: Callable[[], None],
+    bar: float | None,
 ) -> Result:
     """Microseconds per block on top of the bare copy, whose own call costs are taken off."""
-    memmove, at = ctypes.memmove, memory.ring.ctypes.data
-    calls = min(
-        seconds(lambda: [memmove(at + i % RING, at + i % USERS, 0) for i in range(memory.blocks)])
-        for _ in range(5)
-    )
+    calls = ring.bare_calls()
     samples = [
-        (seconds(ours) - (seconds(reference) - calls)) / memory.blocks * 1e6 for _ in range(PAIRS)
+        (ours() - (seconds(reference) - calls)) / ring.blocks * 1e6 for _ in range(ring.size.pairs)
     ]
-    return absolute(metric, "us/block", samples, bar=1.0)
+    return absolute(f"{metric}.overhead", "us/block", samples, bar=bar)
+
+
+def _label(block_bytes: int) -> str:
+    return f"{block_bytes // MIB}MiB" if block_bytes >= MIB else f"{block_bytes // KIB}KiB"

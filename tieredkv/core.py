@@ -38,6 +38,7 @@ class Core(Engine):
             joined = self._await_visible(keys[plan.known - 1], deadline)
             for i in range(plan.known - start):
                 outcomes[i] = joined
+        _cut(outcomes)
         if turn is not None and turn.ttl:
             with self.lock:
                 self.planner.pin(keys, turn.ttl, self.clock())
@@ -236,3 +237,10 @@ class Core(Engine):
         if transfer.running:
             self.mover.late(transfer)
         return outcomes
+
+
+def _cut(outcomes: list[Outcome]) -> None:
+    """What was written behind a block that was not is not stored either: make that MISSING."""
+    bad = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.OK), None)
+    if bad is not None:
+        outcomes[bad:] = [Outcome.MISSING if o is Outcome.OK else o for o in outcomes[bad:]]

@@ -46,7 +46,9 @@ class Ledger:
         if move.dst is not None:
             self._finish_write(move, write)
         if move.src is not None:
-            for i, outcome in enumerate(read):
+            # deepest first: an ancestor's loss would give the descendants' bad slots back as good
+            for i in range(len(read) - 1, -1, -1):
+                outcome = read[i]
                 if outcome is not Outcome.OK and outcome is not Outcome.BUSY:
                     self.corrupt += outcome is Outcome.CORRUPT
                     self.lose(move.keys[i], move.generations[i], move.src, move.src_slots[i],

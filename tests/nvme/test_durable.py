@@ -215,7 +215,9 @@ def test_assembly_against_a_plain_model(data: st.DataObject) -> None:
     assert set(found.dropped) == {key_of(i) for i in range(n) if present[i] and not alive[i]}
 
 
-def test_a_full_map_grows_once_and_then_fails(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_map_grows_once_and_then_fails(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     world.reopen(map_size=128 << 10, map_limit=256 << 10)
     stored, first = 0, 0
     with caplog.at_level(logging.ERROR):
@@ -426,7 +428,7 @@ def test_damage_is_set_aside(world: World, damage: str) -> None:
     else:
         with data.open("r+b") as file:
             file.write(os.urandom(size if damage == "garbage" else 8192))
-    with pytest.raises(DirectoryError, match="damaged|truncated|meta"):
+    with pytest.raises(DirectoryError, match=r"damaged|truncated|meta"):
         world.open(keep_damaged=True)
     assert data.exists()
     index = world.open()

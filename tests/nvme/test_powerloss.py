@@ -69,5 +69,7 @@ def test_a_disk_that_ignores_flushes_is_noticed(tmp_path: Path) -> None:
     lost = 0
     for seed in range(10):
         engine = PowerLossEngine(seed, 40, honest_sync=False)
-        lost += len(losses(tmp_path / str(seed), *live_and_crash(tmp_path / str(seed), engine, seed)))
+        lost += len(
+            losses(tmp_path / str(seed), *live_and_crash(tmp_path / str(seed), engine, seed))
+        )
     assert lost > 0

@@ -14,7 +14,19 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from tests.nvme.world import FP, MIB, batch, content, flip, get, key_of, opened, put, segment_file, sources
+from tests.nvme.world import (
+    FP,
+    MIB,
+    batch,
+    content,
+    flip,
+    get,
+    key_of,
+    opened,
+    put,
+    segment_file,
+    sources,
+)
 from tieredkv.buffers import revocable, revoke
 from tieredkv.errors import BlockSizeError, CapacityError, ClosedError, DirectoryError, UsageError
 from tieredkv.testing import TierSuite
@@ -163,8 +175,9 @@ def test_a13_refused_direct_io_falls_back_with_one_warning(
                 assert tier.health() is None
             warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
             assert len(warnings) == 1
-            with pytest.raises(DirectoryError, match="use engine: auto"), opened(
-                tmp_path / moment, engine="direct"
+            with (
+                pytest.raises(DirectoryError, match="use engine: auto"),
+                opened(tmp_path / moment, engine="direct"),
             ):
                 pass
 
@@ -434,9 +447,7 @@ def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
             pid = os.fork()
             if not pid:
                 b = batch([0], 2)
-                good = (
-                    tier.write(b, sources(b, 4096)) == [FAILED] and get(tier, [0]) == [FAILED]
-                )
+                good = tier.write(b, sources(b, 4096)) == [FAILED] and get(tier, [0]) == [FAILED]
                 os._exit(0 if good else 1)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
             assert get(tier, [0]) == [OK]

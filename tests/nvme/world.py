@@ -54,7 +54,9 @@ def get(tier: NvmeTier, slots: Sequence[int], generation: int = 1) -> list[Outco
 
 
 @contextmanager
-def opened(root: Path, size: int = 4096, capacity: int | None = 4 * MIB, **kw: Any) -> Iterator[NvmeTier]:
+def opened(
+    root: Path, size: int = 4096, capacity: int | None = 4 * MIB, **kw: Any
+) -> Iterator[NvmeTier]:
     """A tier on its own directory; `fp` and `rank` may be given."""
     directory = Directory.open(root, kw.pop("fp", FP), 16, kw.pop("rank", 0))
     try:

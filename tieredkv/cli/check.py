@@ -15,6 +15,7 @@ import typer
 
 from tieredkv.errors import DirectoryError
 from tieredkv.executor import DaemonExecutor
+from tieredkv.index.damage import DamagedIndex
 from tieredkv.index.durable import DurableIndex
 from tieredkv.index.record import Piece
 from tieredkv.tiers.nvme.directory import LEFTOVER, Directory
@@ -158,7 +159,10 @@ def _verify(
     for tier in tiers:
         report.problems += [f"{name}: {why}" for name, why in tier.segments.bad.items()]
     # A slot behind the last segment has lost its bytes, but its record is no orphan yet.
-    pieces = index.load(1 << 32, prune=repair)
+    try:
+        pieces = index.load(1 << 32, prune=repair)
+    except DamagedIndex:
+        return  # index.check() has said so
     report.blocks = sum(len(piece.keys) for piece in pieces)
     with ThreadPoolExecutor(THREADS) as pool:
         verdicts = list(pool.map(lambda piece: _outcomes(tiers, piece, index.epoch), pieces))

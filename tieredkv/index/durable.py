@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 
 from tieredkv.errors import ClosedError, DirectoryInUse, FormatError
 from tieredkv.executor import Executor
+from tieredkv.index.changes import Change, PendingChanges
 from tieredkv.index.damage import DamagedIndex, set_aside
 from tieredkv.index.environment import Environment, Transaction, TransactionFailed
 from tieredkv.index.record import ROW, Assembly, Piece, assemble, encode
@@ -23,9 +23,6 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 BOOT_BITS = 24  # a generation has 64 bits: boot << 40 | counter
 
-Done: TypeAlias = Callable[[bool], None]
-Change: TypeAlias = tuple[Sequence[Piece], Sequence[bytes], Done]
-
 _open_paths: set[str] = set()
 _open_lock = threading.Lock()
 
@@ -33,11 +30,10 @@ _open_lock = threading.Lock()
 class DurableIndex:
     """Records of durable blocks. Thread-safe.
 
-    `submit` queues changes; a job on `executor` (one thread) commits all that is queued in
-    one synced transaction. The queue is bounded by its callers: each put occupies a slot
-    until it is answered. `done` callbacks run on the executor's thread, never inside
-    `submit` or `new_epoch`, so callers may hold their own lock there. `flush` and `close`
-    wait for callbacks: call them without that lock.
+    `submit` queues changes; a job on `executor` (one thread) commits all of them in one
+    synced transaction. Callers bound the queue: a put occupies a slot until it is answered.
+    `done` runs on the executor's thread, never inside `submit` or `new_epoch`, so callers may
+    hold their own lock there. `flush` and `close` wait for it: call them without that lock.
     """
 
     def __init__(
@@ -75,10 +71,7 @@ class DurableIndex:
         self._block_bytes: int | None = None
         self._pid = os.getpid()
         self._closed = False
-        self._queue: list[Change] = []
-        self._scheduled = False
-        self._unanswered = 0
-        self._state = threading.Condition()
+        self._changes = PendingChanges()
         self._order = threading.Lock()  # held from taking the queue to the commit
         self._real_path = os.path.realpath(path)
         with _open_lock:
@@ -131,8 +124,8 @@ class DurableIndex:
 
         Rows of one generation whose links and depths match make one piece, even if the
         parent of another piece is in the middle of it: who replays them splits there.
-        Dropped, with `prune` also from the index: other epochs, slots outside `range(slot_limit)`, all
-        but the highest generation of a slot, and what has lost an ancestor.
+        Dropped, with `prune` also from the index: other epochs, slots outside
+        `range(slot_limit)`, all but the highest generation of a slot, and orphans.
         """
         self._check_open()
         try:
@@ -150,19 +143,17 @@ class DurableIndex:
         self.dropped = found.reasons
         return found.pieces
 
-    def submit(self, puts: Sequence[Piece], deletes: Sequence[bytes], done: Done) -> None:
+    def submit(
+        self, puts: Sequence[Piece], deletes: Sequence[bytes], done: Callable[[bool], None]
+    ) -> None:
         """Queue deletions and then puts; `done(True)` once they would survive a power loss.
 
         Never blocks. Changes are applied in the order of the calls. `done(False)` means
         that nothing of the transaction was applied. A put replaces the record of its key.
         Raises ClosedError after `close` and in a forked child.
         """
-        with self._state:
-            self._check_open()
-            self._queue.append((puts, deletes, done))
-            self._unanswered += 1
-            schedule, self._scheduled = not self._scheduled, True
-        if schedule:
+        self._check_open()
+        if self._changes.add(Change(puts, deletes, done)):
             self._executor.submit(self._commit)
 
     def new_epoch(self) -> int:
@@ -175,9 +166,9 @@ class DurableIndex:
         if not self._order.acquire(timeout=self._limits[-1]):
             raise TransactionFailed(f"{self.path}: a transaction hangs; look at the disk")
         try:
-            stale = self._take()
+            stale = self._changes.take()
             if stale:
-                self._executor.submit(lambda: self._answer(stale, False))
+                self._executor.submit(lambda: self._changes.answer(stale, False))
             epoch = self._epoch + 1
 
             def reset(txn: Transaction) -> None:
@@ -192,8 +183,7 @@ class DurableIndex:
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything submitted has been answered; False at the deadline."""
-        with self._state:
-            return self._state.wait_for(lambda: not self._unanswered, timeout)
+        return self._changes.wait(timeout)
 
     def close(self, timeout: float) -> bool:
         """Refuse new changes, wait for the queued ones, close. Idempotent.
@@ -202,12 +192,11 @@ class DurableIndex:
         answered `done(False)`, and a transaction that hangs keeps the environment open.
         """
         deadline = time.monotonic() + timeout
-        with self._state:
-            if self._closed or os.getpid() != self._pid:
-                return True
-            self._closed = True
+        if self._closed or os.getpid() != self._pid:
+            return True
+        self._closed = True
         clean = self.flush(timeout)
-        self._answer(self._take(), False)
+        self._changes.answer(self._changes.take(), False)
         if not self._env.close(deadline - time.monotonic()):
             log.error("index %s: a transaction hangs; the index stays open", self.path)
             return False
@@ -272,11 +261,6 @@ class DurableIndex:
         if os.getpid() != self._pid:
             raise ClosedError(f"index {self.path} belongs to process {self._pid}, its parent")
 
-    def _take(self) -> list[Change]:
-        with self._state:
-            changes, self._queue = self._queue, []
-        return changes
-
     def _write(self, work: Callable[[Transaction], None], forgets: bool = False) -> None:
         try:
             self._env.write(work, forgets)
@@ -292,34 +276,23 @@ class DurableIndex:
     def _commit(self) -> None:
         """The job: everything queued, in one transaction."""
         with self._order:
-            with self._state:
-                self._scheduled = False
-            changes = self._take()
+            self._changes.job_runs()
+            changes = self._changes.take()
             ok = bool(changes) and self._apply(changes)
-        self._answer(changes, ok)
+        self._changes.answer(changes, ok)
 
     def _apply(self, changes: Sequence[Change]) -> bool:
         def work(txn: Transaction) -> None:
-            for puts, deletes, _ in changes:
-                txn.delete(deletes)
-                for piece in puts:
+            for change in changes:
+                txn.delete(change.deletes)
+                for piece in change.puts:
                     txn.put(encode(piece, self._epoch, self._block_bytes or 0))
 
         try:
-            self._write(work, forgets=not any(puts for puts, _, _ in changes))
+            self._write(work, forgets=not any(change.puts for change in changes))
         except Exception:  # counted and logged; the callers are told
             return False
         return True
-
-    def _answer(self, changes: Sequence[Change], ok: bool) -> None:
-        for _, _, done in changes:
-            try:
-                done(ok)
-            except Exception:  # one caller's bug is not the others'
-                log.exception("index %s: a done callback failed", self.path)
-        with self._state:
-            self._unanswered -= len(changes)
-            self._state.notify_all()
 
     def _assemble(self, slot_limit: int) -> Assembly:
         blob = self._env.read(lambda txn: txn.scan(ROW.itemsize))

@@ -180,7 +180,9 @@ def _reached(
     parents: npt.NDArray[np.intp],
 ) -> list[int]:
     """Pieces with all their ancestors, parents first: a parent begins at a lower depth."""
-    above = np.where(parents >= 0, owner[parents], parents).tolist() if len(heads) else []
+    if not len(heads):
+        return []
+    above = np.where(parents >= 0, owner[np.maximum(parents, 0)], parents).tolist()
     good = [False] * len(heads)
     reached: list[int] = []
     for piece in np.argsort(chain["depth"][heads], kind="stable").tolist():

@@ -31,9 +31,8 @@ class NvmeTier:
     """Slots in segment files; implements `tieredkv.tiers.base.Tier`.
 
     A write returns OK once payload and slot header survive a power loss. A read returns OK
-    only for the bytes written under that key, generation and epoch; their checksum is
-    compared every time. In a forked child all calls return FAILED.
-    Thread-safe as the protocol says.
+    only for the bytes written under that key, generation and epoch, checksum verified. In a
+    forked child all calls return FAILED. Thread-safe as the protocol says.
     """
 
     inline = False
@@ -55,8 +54,8 @@ class NvmeTier:
 
         `capacity` in bytes bounds the whole root, what other fingerprints and the index
         take included; files are allocated as slots are first used. None takes the files as
-        they are and changes nothing (for inspection). `min_free` bytes of the filesystem
-        stay free. `segment` is the size of a segment file in bytes.
+        they are and changes nothing. `min_free` bytes of the filesystem stay free, `segment`
+        bytes make one file.
 
         Raises CapacityError if no block fits, DirectoryError if the files cannot be used.
         """
@@ -155,15 +154,12 @@ class NvmeTier:
 
     def verify(self, batch: Batch) -> list[Outcome]:
         """Like `read`, without keeping the bytes."""
+        outcomes: list[Outcome] = []
         with self._transfer.bounce() as memory:
-            return [
-                self.read(
-                    Batch([slot], [key], [generation], batch.epoch), [memory[: self.block_bytes]]
-                )[0]
-                for slot, key, generation in zip(
-                    batch.slots, batch.keys, batch.generations, strict=True
-                )
-            ]
+            target = memory[: self.block_bytes]
+            for slot, key, number in zip(batch.slots, batch.keys, batch.generations, strict=True):
+                outcomes += self.read(Batch([slot], [key], [number], batch.epoch), [target])
+        return outcomes
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
         return None

@@ -1,0 +1,225 @@
+"""Durable puts with checksums and cold verified reads against fio, on the same filesystem.
+
+A figure moves `volume` bytes through a ring of twice that, in calls of 64 MiB, two at a time.
+Puts end when their futures say that the blocks are durable: data synced, index committed. In
+the steady state each put evicts as much as it brings. `through` rows put a DRAM tier in
+front. fio does sequential O_DIRECT I/O of the block size at queue depth 16 in a file of the
+ring's size, with one sync at the end of its writes and no checksums.
+
+Reads go to the device: the segments are opened with O_DIRECT, and their pages are dropped
+from the cache besides. TIEREDKV_BENCH_DIR names the filesystem (default: the system's
+temporary directory). Without fio a loop of 4 threads with O_DIRECT takes its place.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import subprocess
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benches.common import Result, compare, seconds, work_directory
+from benches.world import random_keys
+from tieredkv.config import Config
+from tieredkv.store import TieredKVStore
+from tieredkv.tiers.base import Bytes
+from tieredkv.types import Fingerprint, Outcome
+
+KIB, MIB = 1 << 10, 1 << 20
+CALL = 64 * MIB
+CALLS = 2
+"""In flight."""
+DEPTH = 16
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    blocks: tuple[int, ...] = (MIB, 4 * MIB)
+    volume: int = 512 * MIB
+    call: int = CALL
+    pairs: int = 9
+
+
+FULL = Size()
+
+
+def run(size: Size = FULL) -> Iterator[Result]:
+    for block in size.blocks:
+        label = f"{block // MIB}MiB" if block >= MIB else f"{block // KIB}KiB"
+        for through in (False, True):
+            with work_directory() as path:
+                yield from _rows(path, block, label, through, size)
+
+
+def _rows(path: Path, block: int, label: str, through: bool, size: Size) -> Iterator[Result]:
+    reference = (Fio if shutil.which("fio") else Loop)(path, block, size.volume)
+    with _store(path / "store", block, size, through) as store:
+        world = _World(store, block, size)
+        name = "nvme.put" + (".through" if through else "")
+        bar = None if through else 0.95
+        yield compare(
+            f"{name}.{label}", "GB/s", world.put, reference.write, bar=bar, pairs=size.pairs
+        )
+        if through:
+            return
+        for file in (path / "store").rglob("*.kv"):
+            _drop_cache(file)
+        yield compare(
+            f"nvme.get.{label}", "GB/s", world.get, reference.read, bar=bar, pairs=size.pairs
+        )
+
+
+def _store(path: Path, block: int, size: Size, through: bool) -> TieredKVStore:
+    slots = 2 * size.volume // block
+    tiers: list[dict[str, Any]] = [
+        {
+            "kind": "nvme",
+            "path": str(path),
+            # of the directory, in which records, tables and locks have their share
+            "capacity": slots * (-(-block // 4096) * 4096 + 1024) + 2 * MIB,
+            "min_free": 0,
+            "engine": "direct",
+            "write": "through" if through else "on_evict",
+        }
+    ]
+    if through:
+        tiers.insert(0, {"kind": "dram", "capacity": size.volume})
+    config = {
+        "block_bytes": block,
+        "tiers": tiers,
+        "mover": {"load_queue": "4GiB", "store_queue": "4GiB"},
+        "promotion": {"enabled": False},
+    }
+    return TieredKVStore(Config.model_validate(config), Fingerprint("bench"))
+
+
+class _World:
+    """A store, the caller's memory, and the chains that were stored last."""
+
+    def __init__(self, store: TieredKVStore, block: int, size: Size) -> None:
+        self.store, self.volume = store, size.volume
+        self.blocks = max(1, size.call // block)
+        self.calls = size.volume // (self.blocks * block)
+        shape = (CALLS, self.blocks, block)
+        # page-aligned, as an engine's staging memory is
+        self.memory: Bytes = np.frombuffer(
+            mmap.mmap(-1, CALLS * self.blocks * block), np.uint8
+        ).reshape(shape)
+        rng = np.random.default_rng(1)
+        self.memory[:] = rng.integers(0, 256, shape, np.uint8)
+        self.chains: deque[list[bytes]] = deque(maxlen=self.calls)
+        self.put(), self.put(), self.put()  # create the segments and fill the ring
+
+    def put(self) -> float:
+        chains = [random_keys(self.blocks) for _ in range(self.calls)]
+        self.chains.extend(chains)
+        return self._rate(lambda i: self.store.put_async(chains[i], self.memory[i % CALLS]))
+
+    def get(self) -> float:
+        chains = self.chains
+        return self._rate(lambda i: self.store.get_async(chains[i], self.memory[i % CALLS]))
+
+    def _rate(self, start: Callable[[int], Future[list[Outcome]]]) -> float:
+        """GB/s of all calls, CALLS of them in flight."""
+
+        def work() -> None:
+            running: deque[Future[list[Outcome]]] = deque()
+            for i in range(self.calls):
+                if len(running) == CALLS:
+                    _check(running.popleft())
+                running.append(start(i))
+            for future in running:
+                _check(future)
+
+        return self.volume / seconds(work) / 1e9
+
+
+def _check(future: Future[list[Outcome]]) -> None:
+    outcomes = future.result(TIMEOUT)
+    if set(outcomes) != {Outcome.OK}:
+        raise RuntimeError(f"outcomes: { {o: outcomes.count(o) for o in outcomes} }")
+
+
+class Fio:
+    """The usual yardstick of disks. Its start is not counted."""
+
+    def __init__(self, path: Path, block: int, volume: int) -> None:
+        self._path, self._block, self._volume = path, block, volume
+        self._engine = "io_uring"
+        try:
+            self.write()
+        except subprocess.CalledProcessError:  # refused by seccomp in many containers
+            self._engine = "libaio"
+            self.write()
+        self.write()
+
+    def write(self) -> float:
+        return self._run("write", "--end_fsync=1")
+
+    def read(self) -> float:
+        return self._run("read")
+
+    def _run(self, direction: str, *more: str) -> float:
+        command = [
+            "fio", "--name=bench", f"--filename={self._path / 'fio'}", f"--rw={direction}",
+            f"--ioengine={self._engine}", f"--iodepth={DEPTH}", "--direct=1", "--overwrite=1",
+            f"--bs={self._block}", f"--size={2 * self._volume}", f"--io_size={self._volume}",
+            "--output-format=json", *more,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
+        return float(job["io_bytes"]) / (job["runtime"] / 1e3) / 1e9
+
+
+class Loop:
+    """Positional O_DIRECT I/O from a few threads."""
+
+    def __init__(self, path: Path, block: int, volume: int) -> None:
+        self._file, self._block, self._volume = path / "loop", block, volume
+        self._memory = [mmap.mmap(-1, block) for _ in range(4)]
+        for memory in self._memory:
+            memory[:] = os.urandom(1) * block
+        self.write()
+
+    def write(self) -> float:
+        return self._run(lambda fd, memory, at: os.pwritev(fd, [memory], at))
+
+    def read(self) -> float:
+        return self._run(lambda fd, memory, at: os.preadv(fd, [memory], at))
+
+    def _run(self, move: Callable[[int, mmap.mmap, int], int]) -> float:
+        fd = os.open(self._file, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+
+        def part(number: int) -> None:
+            step = self._block * len(self._memory)
+            for at in range(number * self._block, self._volume, step):
+                if move(fd, self._memory[number], at) != self._block:
+                    raise RuntimeError("short transfer")
+
+        def work() -> None:
+            list(pool.map(part, range(len(self._memory))))
+            os.fdatasync(fd)
+
+        try:
+            with ThreadPoolExecutor(len(self._memory)) as pool:
+                return self._volume / seconds(work) / 1e9
+        finally:
+            os.close(fd)
+
+
+def _drop_cache(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
