@@ -7,7 +7,6 @@ and in 20 turns.
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass

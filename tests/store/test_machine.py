@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
             outcomes = self.store.put_async(keys, buffers, start, turn).result(60.0)
         else:
             outcomes = self.store.put(keys, buffers, start, turn)
-        if turn is not None and turn.ttl:
+        if turn is not None and turn.ttl and outcomes[0] is not Outcome.MISSING:
             self.add_pin(PinGuard(None, None, 0), keys, turn.ttl)
         assert len(outcomes) == len(blocks)
         if self.healthy:
@@ -156,7 +156,7 @@ class Machine(RuleBasedStateMachine):
             if not known[start + i]:
                 self.allowed[keys[start + i]] = {blocks[i]}
         slots = core_of(self.store).planner.res.levels[0].pool
-        if not self.pins and len(keys) <= slots.limit - slots.lost:
+        if not self.store.stats().pins and len(keys) <= slots.limit - slots.lost:
             assert good == len(outcomes), "a chain that fits was refused"
 
     @rule(path=paths, start=st.integers(0, 9), stack=st.booleans())
