@@ -1,4 +1,4 @@
-"""`python -m benches NAME... [--json]`: run benchmarks, one line per figure.
+"""`python -m benches NAME... [--json]`: run benchmarks (`all`: each), one line per figure.
 
 A benchmark is a module of this package with `run() -> Iterator[Result]`. The exit status
 is 1 if a figure misses its bar.
@@ -13,7 +13,7 @@ import sys
 
 import benches
 
-FRAME = {"__main__", "common"}
+FRAME = {"__main__", "common", "world"}
 
 
 def names() -> list[str]:
@@ -22,11 +22,11 @@ def names() -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
-    parser.add_argument("name", nargs="+", choices=names())
+    parser.add_argument("name", nargs="+", choices=["all", *names()])
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     args = parser.parse_args(argv)
     missed = False
-    for name in args.name:
+    for name in names() if "all" in args.name else args.name:
         for result in importlib.import_module(f"benches.{name}").run():
             print(result.json() if args.json else result.text(), flush=True)
             missed = missed or result.ok is False

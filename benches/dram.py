@@ -35,8 +35,8 @@ class Size:
     ring: int = 256 * MIB
     users: int = 64 * MIB
     """The caller's memory, larger than the caches that count."""
-    batch: int = 16 * MIB
-    """Bytes per call: a prefix of a few blocks."""
+    batch: int = 64 * MIB
+    """Bytes per call: what 512 tokens of a model of 8e9 parameters take."""
     pairs: int = PAIRS
 
 

@@ -102,11 +102,7 @@ def _evictions(size: Size) -> Iterator[Result]:
     if world.planner.room.evicted[0] < size.evictions // BATCH * BATCH - BATCH:
         raise RuntimeError("nothing was evicted")
     yield absolute("index.insert+evict", "us/block", [t / BATCH * 1e6 for t in timed], bar=2.0)
-    # One figure of a whole phase each: the worst of some, and of all of them.
-    phases = [times[i::9] for i in range(9)]
-    worst = [1e3 * max(phase, default=0.0) for phase in (*phases, timed)]
-    yield absolute("index.insert+evict.worst", "ms/batch", [max(worst)], bar=5.0)
-    yield absolute("index.insert+evict.worst9", "ms/batch", worst)
+    yield absolute("index.insert+evict.worst", "ms/batch", [1e3 * max(times + timed)], bar=5.0)
 
 
 def _memory(size: Size) -> Iterator[Result]:

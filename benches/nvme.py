@@ -178,7 +178,8 @@ class Fio:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
-        return float(job["io_bytes"]) / (job["runtime"] / 1e3) / 1e9
+        nbytes, milliseconds = int(job["io_bytes"]), int(job["runtime"])
+        return nbytes / milliseconds / 1e6
 
 
 class Loop:

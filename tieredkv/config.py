@@ -165,7 +165,7 @@ class MoverConfig(Model):
     """Bytes of loads queued or running; beyond it a get returns BUSY."""
     store_queue: Positive = ByteSize(256 << 20)
     """Bytes of stores queued or running; beyond it stores are dropped and counted."""
-    batch: Positive = ByteSize(8 << 20)
+    batch: Positive = ByteSize(16 << 20)
     """Largest single transfer."""
     get_deadline: Seconds = 30.0
     """Seconds a get may take when the call gives no deadline."""

@@ -238,9 +238,7 @@ class Engine:
         self._note(effects.moves)
         if effects.index is not None and self.index is not None:
             op = effects.index
-            self.index.submit(
-                op.puts, [k for k, _ in op.deletes], lambda ok: self._committed(op.ticket, ok)
-            )
+            self.index.submit(op.puts, op.deletes, lambda ok: self._committed(op.ticket, ok))
         return effects
 
     def _committed(self, ticket: int, ok: bool) -> None:

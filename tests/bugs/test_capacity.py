@@ -68,7 +68,10 @@ class Watch:
 
 @pytest.mark.parametrize("memory", [0, 8])
 def test_A14_the_directory_never_grows_past_its_limit(memory: int, tmp_path: Path) -> None:
-    foreign = {tmp_path / "notes.txt": b"mine", tmp_path / ("f" * 64) / "seg-000000.kv": b"x" * 9000}
+    foreign = {
+        tmp_path / "notes.txt": b"mine",
+        tmp_path / ("f" * 64) / "seg-000000.kv": b"x" * 9000,
+    }
     for path, data in foreign.items():
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)

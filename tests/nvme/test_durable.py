@@ -35,6 +35,7 @@ class World:
         self.path = path
         self.executor = StepExecutor()
         self.answers: list[tuple[str, bool]] = []
+        self.generations: dict[bytes, int] = {}
         self.index = self.open()
         self.index.set_block_bytes(4096)
 
@@ -47,7 +48,10 @@ class World:
         return self.open(**kw)
 
     def submit(self, puts: list[Piece], deletes: list[bytes] = [], name: str = "") -> None:  # noqa: B006
-        self.index.submit(puts, deletes, lambda ok: self.answers.append((name, ok)))
+        for put in puts:
+            self.generations.update(dict.fromkeys(put.keys, put.generation))
+        named = [(key, self.generations[key]) for key in deletes]
+        self.index.submit(puts, named, lambda ok: self.answers.append((name, ok)))
 
     def commit(self, puts: list[Piece], deletes: list[bytes] = []) -> bool:  # noqa: B006
         self.answers.clear()
@@ -101,6 +105,17 @@ def test_a_put_replaces_and_touches(world: World) -> None:
     (found,) = world.index.load(100)
     assert found.last == 99.0
     assert found.keys == [key_of(n) for n in range(3)]
+
+
+def test_a_late_deletion_spares_the_next_generation(world: World) -> None:
+    assert world.commit([piece(0, 2, generation=1)])
+    newer = piece(0, 2, generation=2)
+    world.index.submit([newer], [(newer.keys[1], 1)], lambda ok: None)
+    world.index.submit([], [(newer.keys[0], 1)], lambda ok: None)
+    world.executor.run_all()
+    assert world.index.load(10) == [newer]
+    assert world.commit([], [newer.keys[1]])
+    assert world.keys() == {newer.keys[0]}
 
 
 def test_keys_and_parents_with_zero_bytes(world: World) -> None:

@@ -108,7 +108,8 @@ class MiniStore:
 
     def commit(self, puts: Sequence[Piece], deletes: Sequence[bytes]) -> bool:
         answers: list[bool] = []
-        self.index.submit(puts, deletes, answers.append)
+        named = [(key, self.where[key][1]) for key in deletes]
+        self.index.submit(puts, named, answers.append)
         self.executor.run_all()
         return answers == [True]
 

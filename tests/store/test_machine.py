@@ -265,7 +265,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        done = self.store.flush(0.02 if self.gates else 20.0)
+        done = self.store.flush(20.0 if self.healthy else 0.05)
         if not done or not self.healthy:
             return
         settle(self.store)
@@ -282,10 +282,10 @@ class Machine(RuleBasedStateMachine):
             self.heal()
         whole = self.healthy
         if flush:
-            self.store.flush(20.0)
+            self.store.flush(20.0 if whole else 0.05)
         settle(self.store)
         before = durable(self.store, list(self.parent))
-        assert self.store.close() or not whole or self.rotten or self.pins
+        assert self.store.close(20.0 if whole else 0.5) or not whole or self.rotten or self.pins
         self.open()
         after = {key for key in self.parent if self.store.contains(key)}
         if flush and whole:

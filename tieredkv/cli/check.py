@@ -172,7 +172,8 @@ def _verify(
     report.leftovers = _leftovers(tiers, pieces)
     if repair and not report.good:
         answers: list[bool] = []
-        index.submit([], list(bad), answers.append)
+        numbers = {key: piece.generation for piece in pieces for key in piece.keys}
+        index.submit([], [(key, numbers[key]) for key in bad], answers.append)
         report.repaired = index.flush(TIMEOUT) and answers == [True]
 
 

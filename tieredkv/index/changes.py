@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """Deletions, then puts, and who wants to know."""
+    """Puts, then deletions of (key, generation), and who wants to know."""
 
     puts: Sequence[Piece]
-    deletes: Sequence[bytes]
+    deletes: Sequence[tuple[bytes, int]]
     done: Callable[[bool], None]
 
 

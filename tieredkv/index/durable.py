@@ -16,7 +16,7 @@ from tieredkv.executor import Executor
 from tieredkv.index.changes import Change, PendingChanges
 from tieredkv.index.damage import DamagedIndex, set_aside
 from tieredkv.index.environment import Environment, Transaction, TransactionFailed
-from tieredkv.index.record import ROW, Assembly, Piece, assemble, encode
+from tieredkv.index.record import GENERATION_AT, ROW, Assembly, Piece, assemble, encode, retired
 
 log = logging.getLogger(__name__)
 
@@ -144,9 +144,14 @@ class DurableIndex:
         return found.pieces
 
     def submit(
-        self, puts: Sequence[Piece], deletes: Sequence[bytes], done: Callable[[bool], None]
+        self,
+        puts: Sequence[Piece],
+        deletes: Sequence[tuple[bytes, int]],
+        done: Callable[[bool], None],
     ) -> None:
-        """Queue deletions and then puts; `done(True)` once they would survive a power loss.
+        """Queue puts and then deletions; `done(True)` once they would survive a power loss.
+
+        A deletion names (key, generation): a record of the key with another generation stays.
 
         Never blocks. Changes are applied in the order of the calls. `done(False)` means
         that nothing of the transaction was applied. A put replaces the record of its key.
@@ -284,9 +289,9 @@ class DurableIndex:
     def _apply(self, changes: Sequence[Change]) -> bool:
         def work(txn: Transaction) -> None:
             for change in changes:
-                txn.delete(change.deletes)
                 for piece in change.puts:
                     txn.put(encode(piece, self._epoch, self._block_bytes or 0))
+                txn.retire(retired(change.deletes), GENERATION_AT)
 
         try:
             self._write(work, forgets=not any(change.puts for change in changes))

@@ -30,6 +30,9 @@ RECORD = np.dtype(
 )
 """The value of one block: 72 bytes, little-endian."""
 
+GENERATION_AT = 32
+"""Offset of the generation in a value."""
+
 ROW = np.dtype([("key", "S32"), *((name, RECORD[name]) for name in RECORD.names or ())])
 """A key followed by its value."""
 
@@ -95,6 +98,11 @@ def encode(piece: Piece, epoch: int, length: int) -> list[tuple[bytes, bytes]]:
     blob, size = rows.tobytes(), RECORD.itemsize
     values = (blob[i : i + size] for i in range(0, n * size, size))
     return list(zip(piece.keys, values, strict=True))
+
+
+def retired(deletes: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, bytes]]:
+    """(key, generation as it stands in a value)."""
+    return [(key, generation.to_bytes(8, "little")) for key, generation in deletes]
 
 
 def assemble(rows: Rows, slot_limit: int, epoch: int, length: int) -> Assembly:
