@@ -55,7 +55,8 @@ class Room:
             def keep(run: Run) -> int:
                 if run is protect:
                     return run.count[tier]
-                return run.count[tier] - self._evictable(run, tier, wanted, now, force)
+                free = self._evictable(run, tier, wanted, now, force)
+                return run.count[tier] - self._unheld(run, tier, free)
 
             for run, count in self.res.victims(tier, wanted, now, keep):
                 self._evict(run, tier, count)
@@ -227,6 +228,15 @@ class Room:
                 edge = offset
             free += 1
         return free
+
+    def _unheld(self, run: Run, tier: int, count: int) -> int:
+        """How many of the last `count` copies no move is reading: the slots of the others would
+        come back only when those moves end, so evicting them costs blocks and makes no room."""
+        pool, slots = self.res.levels[tier].pool, run.slots[tier]
+        if not pool.held or slots is None:
+            return count
+        tail = islice(run.tail(tier), count)
+        return next((n for n, offset in enumerate(tail) if slots[offset] in pool.held), count)
 
     def _memory_below(self, tier: int) -> int | None:
         """The next tier if it is one of memory: what leaves `tier` goes there first."""

@@ -114,7 +114,8 @@ def test_a_late_deletion_spares_the_next_generation(world: World) -> None:
     world.index.submit([], [(newer.keys[0], 1)], lambda ok: None)
     world.executor.run_all()
     assert world.index.load(10) == [newer]
-    assert world.commit([], [newer.keys[1]])
+    world.index.submit([], [(newer.keys[1], 2)], lambda ok: None)
+    world.executor.run_all()
     assert world.keys() == {newer.keys[0]}
 
 

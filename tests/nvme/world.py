@@ -108,7 +108,9 @@ class MiniStore:
 
     def commit(self, puts: Sequence[Piece], deletes: Sequence[bytes]) -> bool:
         answers: list[bool] = []
-        named = [(key, self.where[key][1]) for key in deletes]
+        pieces = self.index.load(1 << 32, prune=False) if deletes else []
+        numbers = {key: piece.generation for piece in pieces for key in piece.keys}
+        named = [(key, numbers[key]) for key in deletes]
         self.index.submit(puts, named, answers.append)
         self.executor.run_all()
         return answers == [True]

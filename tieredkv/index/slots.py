@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class SlotPool:
@@ -32,6 +32,11 @@ class SlotPool:
     def used(self) -> int:
         """Slots that are taken, doomed or lost."""
         return self.limit - self.free
+
+    @property
+    def held(self) -> Mapping[int, int]:
+        """Slots that moves are reading, and by how many."""
+        return self._held
 
     @property
     def lost(self) -> int:
