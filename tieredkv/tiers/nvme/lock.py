@@ -46,6 +46,7 @@ class FileLock:
         """
         self.path = path
         self._fd: int | None = None
+        self._pid = os.getpid()
         deadline = time.monotonic() + wait
         try:
             while (fd := _try(path)) is None:
@@ -61,9 +62,12 @@ class FileLock:
         _held.add(self)
 
     def close(self) -> None:
-        """Idempotent. Never LOCK_UN: in a forked child it would free the parent's lock."""
+        """Idempotent. In a forked child it leaves the parent's lock alone; in the parent it
+        frees the lock even while a child that was just forked still has the descriptor."""
         fd, self._fd = self._fd, None
         if fd is not None:
+            if os.getpid() == self._pid:
+                fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 
