@@ -1,14 +1,17 @@
-"""Durable puts with checksums and cold verified reads against fio, on the same filesystem.
+"""Durable puts with checksums and cold verified reads against fio, in the same file.
 
-A figure moves `volume` bytes through a ring of twice that, in calls of 64 MiB, two at a time.
-Puts end when their futures say that the blocks are durable: data synced, index committed. In
-the steady state each put evicts as much as it brings. `through` rows put a DRAM tier in
-front. fio does sequential O_DIRECT I/O of the block size at queue depth 16 in a file of the
-ring's size, with one sync at the end of its writes and no checksums.
+A figure moves `volume` bytes in calls of 64 MiB, two at a time. Puts end when their futures
+say that the blocks are durable: data synced, index committed; each evicts as much as it
+brings. `through` rows put a DRAM tier in front.
 
-Reads go to the device: the segments are opened with O_DIRECT, and their pages are dropped
-from the cache besides. TIEREDKV_BENCH_DIR names the filesystem (default: the system's
-temporary directory). Without fio a loop of 4 threads with O_DIRECT takes its place.
+fio does sequential O_DIRECT I/O of the block size at queue depth 16, with one sync at the
+end of its writes, and no checksums. It works on the store's own segment file, because equal
+files in different places of a disk differ by a third; so puts come last, when nobody wants
+the payloads that it overwrites. Without fio a loop of 4 threads takes its place.
+
+Reads go to the device: the segment is opened with O_DIRECT, and its pages are dropped from
+the cache besides. TIEREDKV_BENCH_DIR names the filesystem (default: the system's temporary
+directory).
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from benches.world import random_keys
 from tieredkv.config import Config
 from tieredkv.store import TieredKVStore
 from tieredkv.tiers.base import Bytes
+from tieredkv.tiers.nvme.segment import read_header
 from tieredkv.types import Fingerprint, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -39,6 +42,8 @@ CALL = 64 * MIB
 CALLS = 2
 """In flight."""
 DEPTH = 16
+SPARE = 4
+"""The store has room for this part of the volume more: slots whose eviction is under way."""
 TIMEOUT = 120.0
 
 
@@ -62,41 +67,38 @@ def run(size: Size = FULL) -> Iterator[Result]:
 
 
 def _rows(path: Path, block: int, label: str, through: bool, size: Size) -> Iterator[Result]:
-    reference = (Fio if shutil.which("fio") else Loop)(path, block, size.volume)
-    with _store(path / "store", block, size, through) as store:
+    with _store(path, block, size, through) as store:
         world = _World(store, block, size)
-        name = "nvme.put" + (".through" if through else "")
-        bar = None if through else 0.95
+        if not store.flush(TIMEOUT):
+            raise RuntimeError("the first blocks could not be written")
+        (file,) = path.rglob("*.kv")
+        reference = (Fio if shutil.which("fio") else Loop)(file, block, size.volume)
+        if not through:
+            _drop_cache(file)
+            yield compare(
+                f"nvme.get.{label}", "GB/s", world.get, reference.read, bar=0.95, pairs=size.pairs
+            )
+        name, bar = ("nvme.put.through", None) if through else ("nvme.put", 0.95)
         yield compare(
             f"{name}.{label}", "GB/s", world.put, reference.write, bar=bar, pairs=size.pairs
-        )
-        if through:
-            return
-        for file in (path / "store").rglob("*.kv"):
-            _drop_cache(file)
-        yield compare(
-            f"nvme.get.{label}", "GB/s", world.get, reference.read, bar=bar, pairs=size.pairs
         )
 
 
 def _store(path: Path, block: int, size: Size, through: bool) -> TieredKVStore:
-    slots = 2 * size.volume // block
-    tiers: list[dict[str, Any]] = [
-        {
-            "kind": "nvme",
-            "path": str(path),
-            # of the directory, in which records, tables and locks have their share
-            "capacity": slots * (-(-block // 4096) * 4096 + 1024) + 2 * MIB,
-            "min_free": 0,
-            "engine": "direct",
-            "write": "through" if through else "on_evict",
-        }
-    ]
-    if through:
-        tiers.insert(0, {"kind": "dram", "capacity": size.volume})
+    room = size.volume + size.volume // SPARE
+    nvme = {
+        "kind": "nvme",
+        "path": str(path),
+        # of the directory, in which records, tables and locks have their share
+        "capacity": room + room // block * 1024 + 2 * MIB,
+        "min_free": 0,
+        "segment": 2 * room,
+        "engine": "direct",
+        "write": "through" if through else "on_evict",
+    }
     config = {
         "block_bytes": block,
-        "tiers": tiers,
+        "tiers": [{"kind": "dram", "capacity": size.volume}, nvme] if through else [nvme],
         "mover": {"load_queue": "4GiB", "store_queue": "4GiB"},
         "promotion": {"enabled": False},
     }
@@ -118,7 +120,7 @@ class _World:
         rng = np.random.default_rng(1)
         self.memory[:] = rng.integers(0, 256, shape, np.uint8)
         self.chains: deque[list[bytes]] = deque(maxlen=self.calls)
-        self.put(), self.put(), self.put()  # create the segments and fill the ring
+        self.put(), self.put(), self.put()  # create the segment and fill it
 
     def put(self) -> float:
         chains = [random_keys(self.blocks) for _ in range(self.calls)]
@@ -153,15 +155,13 @@ def _check(future: Future[list[Outcome]]) -> None:
 class Fio:
     """The usual yardstick of disks. Its start is not counted."""
 
-    def __init__(self, path: Path, block: int, volume: int) -> None:
-        self._path, self._block, self._volume = path, block, volume
+    def __init__(self, file: Path, block: int, volume: int) -> None:
+        self._file, self._block, self._volume = file, block, volume
         self._engine = "io_uring"
         try:
-            self.write()
-        except subprocess.CalledProcessError:  # refused by seccomp in many containers
+            self.read()
+        except subprocess.CalledProcessError:  # refused in many containers
             self._engine = "libaio"
-            self.write()
-        self.write()
 
     def write(self) -> float:
         return self._run("write", "--end_fsync=1")
@@ -171,26 +171,25 @@ class Fio:
 
     def _run(self, direction: str, *more: str) -> float:
         command = [
-            "fio", "--name=bench", f"--filename={self._path / 'fio'}", f"--rw={direction}",
+            "fio", "--name=bench", f"--filename={self._file}", f"--rw={direction}",
+            f"--offset={_payloads(self._file)}", f"--size={self._volume}", f"--bs={self._block}",
             f"--ioengine={self._engine}", f"--iodepth={DEPTH}", "--direct=1", "--overwrite=1",
-            f"--bs={self._block}", f"--size={2 * self._volume}", f"--io_size={self._volume}",
-            "--output-format=json", *more,
+            "--allow_file_create=0", "--output-format=json", *more,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
-        nbytes, milliseconds = int(job["io_bytes"]), int(job["runtime"])
+        nbytes, milliseconds = int(job["io_bytes"]), max(1, int(job["runtime"]))
         return nbytes / milliseconds / 1e6
 
 
 class Loop:
     """Positional O_DIRECT I/O from a few threads."""
 
-    def __init__(self, path: Path, block: int, volume: int) -> None:
-        self._file, self._block, self._volume = path / "loop", block, volume
+    def __init__(self, file: Path, block: int, volume: int) -> None:
+        self._file, self._block, self._volume = file, block, volume
         self._memory = [mmap.mmap(-1, block) for _ in range(4)]
         for memory in self._memory:
             memory[:] = os.urandom(1) * block
-        self.write()
 
     def write(self) -> float:
         return self._run(lambda fd, memory, at: os.pwritev(fd, [memory], at))
@@ -199,12 +198,13 @@ class Loop:
         return self._run(lambda fd, memory, at: os.preadv(fd, [memory], at))
 
     def _run(self, move: Callable[[int, mmap.mmap, int], int]) -> float:
-        fd = os.open(self._file, os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+        fd = os.open(self._file, os.O_RDWR | os.O_DIRECT)
+        first = _payloads(self._file)
 
         def part(number: int) -> None:
             step = self._block * len(self._memory)
             for at in range(number * self._block, self._volume, step):
-                if move(fd, self._memory[number], at) != self._block:
+                if move(fd, self._memory[number], first + at) != self._block:
                     raise RuntimeError("short transfer")
 
         def work() -> None:
@@ -216,6 +216,11 @@ class Loop:
                 return self._volume / seconds(work) / 1e9
         finally:
             os.close(fd)
+
+
+def _payloads(segment: Path) -> int:
+    """Where the payloads of a segment file begin, behind its headers."""
+    return read_header(segment).geometry.offset(0)
 
 
 def _drop_cache(file: Path) -> None:

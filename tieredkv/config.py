@@ -159,13 +159,13 @@ class PromotionConfig(Model):
 class MoverConfig(Model):
     """Threads, queues and deadlines of the data path."""
 
-    threads: int = Field(default=4, ge=1, le=256)
+    threads: int = Field(default=8, ge=1, le=256)
     """Threads that read and write tiers which can block."""
     load_queue: Positive = ByteSize(1 << 30)
     """Bytes of loads queued or running; beyond it a get returns BUSY."""
     store_queue: Positive = ByteSize(256 << 20)
     """Bytes of stores queued or running; beyond it stores are dropped and counted."""
-    batch: Positive = ByteSize(16 << 20)
+    batch: Positive = ByteSize(8 << 20)
     """Largest single transfer."""
     get_deadline: Seconds = 30.0
     """Seconds a get may take when the call gives no deadline."""

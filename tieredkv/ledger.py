@@ -256,7 +256,9 @@ class Ledger:
             assert epoch is not None
             pool = self.res.levels[durable].pool
             gone = self.res.take_deleted()
-            gone += [d for ticket in self._tickets.values() for d in ticket.deletes]
+            for ticket in self._tickets.values():
+                if ticket.epoch == self.epoch:  # the others' slots came back with their reset
+                    gone += ticket.deletes
             pool.give([slot for _, _, slot in gone if slot != ABSENT])
             pool.expected = 0
             self.epoch, self._pieces = epoch, []

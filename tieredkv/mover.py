@@ -181,11 +181,14 @@ class Lane:
 
 
 class Mover:
-    """Runs jobs on an executor: all queued loads before the next store."""
+    """Runs jobs on an executor: all queued loads before the next store. Stores leave one thread
+    to loads, so that a device that hangs in writes can still be read."""
 
     def __init__(self, executor: Executor, threads: int, load_limit: int, store_limit: int) -> None:
         self._executor = executor
         self._threads = threads
+        self._store_threads = max(1, threads - 1)
+        self._storing = 0
         self._lock = threading.Condition()
         self._loads, self._stores = Lane(load_limit), Lane(store_limit)
         self._late: set[Transfer] = set()
@@ -251,12 +254,23 @@ class Mover:
         return True
 
     def _next(self) -> None:
+        """Run a job. After a store go on: others may have found too many stores running."""
+        while self._run_one():
+            continue
+
+    def _run_one(self) -> bool:
         with self._lock:
-            lane = self._loads if self._loads.jobs else self._stores
+            storing = not self._loads.jobs
+            if storing and (not self._stores.jobs or self._storing >= self._store_threads):
+                return False
+            lane = self._stores if storing else self._loads
+            self._storing += storing
             job, nbytes = lane.jobs.popleft()
         try:
             job()
         finally:
             with self._lock:
                 lane.bytes -= nbytes
+                self._storing -= storing
                 self._lock.notify_all()
+        return storing

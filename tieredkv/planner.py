@@ -166,7 +166,7 @@ class Planner(Ledger):
         levels = self.res.levels
         return (
             bool(self.room.moves)
-            or levels[tier].pool.expected > 0
+            or levels[tier].pool.expected + levels[tier].pool.doomed > 0
             or any(level.writing for level in levels[tier + 1 :])
         )
 

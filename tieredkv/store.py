@@ -24,7 +24,7 @@ from tieredkv.session import PinGuard, Session
 from tieredkv.snapshot import snapshot
 from tieredkv.types import Clock, Fingerprint, Match, Outcome, Turn
 
-ASYNC_THREADS = 2
+ASYNC_THREADS = 4
 
 
 class TieredKVStore:
@@ -338,7 +338,8 @@ class TieredKVStore:
             except Exception as error:  # the future carries it to the caller
                 future.set_exception(error)
 
-        if not lane.submit(run, blocks * host.block_bytes, load=False):
+        # as loads, of which all threads of a lane may run
+        if not lane.submit(run, blocks * host.block_bytes, load=True):
             future.set_result([Outcome.BUSY] * blocks)
         return future
 

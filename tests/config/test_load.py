@@ -130,7 +130,7 @@ def test_sources() -> None:
     rows = {row.key: (row.value, row.source) for row in effective(loaded)}
     assert rows["block_tokens"] == (16, "file t")
     assert rows["mover.threads"] == (9, "env TIEREDKV_MOVER_THREADS")
-    assert rows["mover.batch"] == (16 << 20, "default")
+    assert rows["mover.batch"] == (8 << 20, "default")
     assert rows["tiers[0].name"] == ("hbm", "kind")
     assert rows["tiers[1].name"] == ("ram", "file t")
     assert rows["tiers[0].eviction.policy"] == ("arc", "eviction.policy: file t")

@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -413,6 +414,6 @@ PROFILE = settings(
 )
 
 for name, shape in SHAPES.items():
-    machine = type(name, (Machine,), {"shape": shape, "__module__": __name__})
+    machine: Any = type(name, (Machine,), {"shape": shape, "__module__": __name__})
     globals()[f"Test{name}"] = machine.TestCase
     machine.TestCase.settings = PROFILE

@@ -39,6 +39,11 @@ class SlotPool:
         return self._held
 
     @property
+    def doomed(self) -> int:
+        """Slots that become free when the moves reading them end."""
+        return len(self._doomed)
+
+    @property
     def lost(self) -> int:
         """Slots withdrawn for good: their content could not be trusted."""
         return len(self._lost)

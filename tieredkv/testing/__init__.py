@@ -15,6 +15,8 @@ from tieredkv.testing.faults import BlockCall, Fault, Gate
 from tieredkv.testing.tiers import FaultyTier, LatencyTier
 
 if TYPE_CHECKING:
+    from tieredkv.testing.index_suite import IndexSuite
+    from tieredkv.testing.policy_suite import PolicySuite
     from tieredkv.testing.tier_suite import TierSuite
 
 _SUITES = {
@@ -35,8 +37,10 @@ __all__ = [
     "Fault",
     "FaultyTier",
     "Gate",
+    "IndexSuite",
     "LatencyTier",
     "ManualClock",
+    "PolicySuite",
     "StepExecutor",
     "TierSuite",
 ]

@@ -172,6 +172,8 @@ class Segment:
         self.file = engine.open(path)
         self._table = mmap.mmap(-1, header.geometry.table_bytes)
         self._headers = threading.Lock()
+        self._unwritten: set[int] = set()
+        """Pages of the table that differ from the file."""
         self._syncs = _GroupSync()
         try:
             with memoryview(self._table) as view:
@@ -189,25 +191,40 @@ class Segment:
         return checksum
 
     def put_headers(self, headers: Iterable[tuple[int, bytes, int]]) -> None:
-        """Write (slot, identity, checksum), whole pages of the table. Raises OSError.
-
-        Neighbours in a page keep the bytes that the file has already, so a torn page write
-        changes nothing of theirs.
-        """
-        pages: set[int] = set()
+        """Set (slot, identity, checksum); the next `sync` writes them."""
         with self._headers:
             for slot, identity, checksum in headers:
                 at = slot * SLOT_BYTES
                 self._table[at : at + SLOT_BYTES] = identity + CHECKSUM.pack(checksum)
-                pages.add(at // PAGE)
+                self._unwritten.add(at // PAGE)
+
+    def sync(self) -> None:
+        """Make everything written before the call durable, headers too. Raises OSError.
+
+        A page write queues behind the payloads of others, so callers share it as they share
+        the sync.
+        """
+        self._syncs.run(self._sync)
+
+    def _sync(self) -> None:
+        """Write whole pages of the table, and sync. Raises OSError.
+
+        Neighbours in a page keep the bytes that the file has already, so a torn page write
+        changes nothing of theirs. One that `put_headers` changes meanwhile is written again
+        by the sync that its caller waits for.
+        """
+        with self._headers:
+            pages, self._unwritten = self._unwritten, set()
+        try:
             with memoryview(self._table) as table:
                 for first, last in _ranges(sorted(pages)):
                     with table[first * PAGE : last * PAGE] as part:
                         write_all(self.file, [part], len(part), PAGE + first * PAGE)
-
-    def sync(self) -> None:
-        """Make everything written before the call durable. Raises OSError."""
-        self._syncs.run(self.file.sync)
+            self.file.sync()
+        except OSError:
+            with self._headers:
+                self._unwritten |= pages
+            raise
 
     def headers(self) -> npt.NDArray[np.void]:
         """A copy of the table, `SLOT_DTYPE`, one per slot."""

@@ -194,7 +194,7 @@ class NvmeTier:
         sources: BlockBuffers,
         outcomes: list[Outcome],
     ) -> list[int]:
-        """Payloads and headers; returns the positions that only need a sync now."""
+        """Write payloads, set headers; returns the positions that only need a sync now."""
         sums: dict[int, int] = {}
         for position, slot in slots:
             try:
@@ -209,9 +209,8 @@ class NvmeTier:
             for position, slot in todo
             if position in done
         ]
-        if headers and self._attempt(lambda: segment.put_headers(headers)):
-            return list(done)
-        return []
+        segment.put_headers(headers)
+        return list(done)
 
     def _copy(
         self,

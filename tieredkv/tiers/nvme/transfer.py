@@ -12,7 +12,7 @@ import numpy as np
 from tieredkv.tiers.base import BlockBuffer
 from tieredkv.tiers.nvme.engines import PAGE, File
 
-IOV_MAX = 512  # the kernel takes 1024
+CALL = 1 << 20  # bytes per system call: disks serve many of this size faster than few large ones
 BOUNCE = 1 << 20
 POOLED = 8
 
@@ -24,8 +24,8 @@ class Truncated(Exception):
 class Transfer:
     """Moves consecutive slots. Thread-safe.
 
-    Where the buffers fit the engine's alignment they are handed to the system call
-    themselves, many in one call. Otherwise the bytes pass through page-aligned memory, one
+    Where the buffers fit the engine's alignment they are handed to the system calls
+    themselves. Otherwise the bytes pass through page-aligned memory, one
     such buffer per calling thread.
     """
 
@@ -40,9 +40,8 @@ class Transfer:
         Raises OSError, or ValueError if a source has been released.
         """
         if self._fits(sources):
-            for start in range(0, len(sources), IOV_MAX):
-                part = sources[start : start + IOV_MAX]
-                write_all(file, part, len(part) * self._slot, offset + start * self._slot)
+            for part, size, at in self._calls(sources):
+                write_all(file, part, size, offset + at)
             return
         with self.bounce() as memory:
             for start in range(0, len(sources), self._bounce_slots):
@@ -60,9 +59,8 @@ class Transfer:
         Raises Truncated, OSError, or ValueError if a target has been released.
         """
         if self._fits(targets):
-            for start in range(0, len(targets), IOV_MAX):
-                part = targets[start : start + IOV_MAX]
-                read_all(file, part, len(part) * self._slot, offset + start * self._slot)
+            for part, size, at in self._calls(targets):
+                read_all(file, part, size, offset + at)
             return
         with self.bounce() as memory:
             for start in range(0, len(targets), self._bounce_slots):
@@ -85,6 +83,22 @@ class Transfer:
         finally:
             if len(self._free) < POOLED:
                 self._free.append(memory)
+
+    def _calls(
+        self, buffers: Sequence[BlockBuffer]
+    ) -> Iterator[tuple[Sequence[BlockBuffer], int, int]]:
+        """(buffers, bytes, offset of the first) of each system call for whole slots."""
+        slot = self._slot
+        if slot <= CALL:
+            n = CALL // slot
+            for first in range(0, len(buffers), n):
+                part = buffers[first : first + n]
+                yield part, len(part) * slot, first * slot
+            return
+        for i, buffer in enumerate(buffers):
+            for at in range(0, slot, CALL):
+                size = min(CALL, slot - at)
+                yield [buffer[at : at + size]], size, i * slot + at
 
     def _fits(self, buffers: Sequence[BlockBuffer]) -> bool:
         if self._block != self._slot:
