@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self, TypeAlias
 
 from tieredkv import arguments
+from tieredkv.core import Core
+from tieredkv.planner import Planner
 
-if TYPE_CHECKING:
-    from tieredkv.core import Core
-    from tieredkv.store import TieredKVStore
+Hint: TypeAlias = Callable[[Callable[[Planner, float], None]], None]
+"""Runs a planner call with the time, under the lock of an open store."""
 
 
 class PinGuard:
@@ -33,21 +33,19 @@ class PinGuard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
 class Session:
     """Hints about one session. All are optional; wrong ones cost hits, never correctness."""
 
-    def __init__(self, store: TieredKVStore, session: str) -> None:
+    def __init__(
+        self, session: str, hint: Hint, prefetch: Callable[[Sequence[bytes]], Future[int]]
+    ) -> None:
         self.id = session
-        self._store = store
+        self._hint = hint
+        self._prefetch = prefetch
 
     def turn_ended(
         self,
@@ -60,7 +58,7 @@ class Session:
         arguments.text("reason", reason)
         arguments.text("next_tool", next_tool)
         arguments.count("output_tokens", output_tokens)
-        self._store._hint(
+        self._hint(
             lambda planner, now: planner.turn_ended(
                 self.id, finish_reason=reason, next_tool=next_tool, output_tokens=output_tokens
             )
@@ -68,19 +66,19 @@ class Session:
 
     def resume(self, keys: Sequence[bytes]) -> Future[int]:
         """The session is about to come back with this chain: see `TieredKVStore.prefetch`."""
-        return self._store.prefetch(keys)
+        return self._prefetch(keys)
 
     def finish(self) -> None:
         """The session will not come back: its blocks are the next to go."""
-        self._store._hint(lambda planner, now: planner.end_session(self.id, now))
+        self._hint(lambda planner, now: planner.end_session(self.id, now))
 
     def abandon(self, keys: Sequence[bytes]) -> None:
         """Nobody will extend this chain: what hangs on nothing else is the next to go."""
-        chain = self._store._chain(keys, 0)
-        self._store._hint(lambda planner, now: planner.abandon(chain, now))
+        chain = arguments.chain(keys)
+        self._hint(lambda planner, now: planner.abandon(chain, now))
 
     def fork(self, new_id: str) -> Session:
         """A new session that begins with this one's context."""
-        fork = self._store.session(new_id)
-        self._store._hint(lambda planner, now: planner.fork(self.id, new_id))
-        return fork
+        new = arguments.session(new_id, "new_id")
+        self._hint(lambda planner, now: planner.fork(self.id, new))
+        return Session(new, self._hint, self._prefetch)

@@ -215,7 +215,7 @@ class TieredKVStore:
     def session(self, session: str) -> Session:
         """What is known about a session, to be told to the policies."""
         self._check_open()
-        return Session(self, arguments.session(session))
+        return Session(arguments.session(session), self._hint, self.prefetch)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget these very blocks, and all that descend from any of them; how many."""
