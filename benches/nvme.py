@@ -16,14 +16,16 @@ directory).
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
 import shutil
 import subprocess
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +33,7 @@ import numpy as np
 
 from benches.common import Result, compare, seconds, work_directory
 from benches.world import random_keys
-from tieredkv.config import Config
+from tieredkv.config import Config, NvmeConfig
 from tieredkv.store import TieredKVStore
 from tieredkv.tiers.base import Bytes
 from tieredkv.tiers.nvme.segment import read_header
@@ -52,7 +54,9 @@ class Size:
     blocks: tuple[int, ...] = (MIB, 4 * MIB)
     volume: int = 512 * MIB
     call: int = CALL
-    pairs: int = 9
+    stores: int = 3
+    """The places of their files on the disk are luck."""
+    pairs: int = 15
 
 
 FULL = Size()
@@ -62,26 +66,47 @@ def run(size: Size = FULL) -> Iterator[Result]:
     for block in size.blocks:
         label = f"{block // MIB}MiB" if block >= MIB else f"{block // KIB}KiB"
         for through in (False, True):
-            with work_directory() as path:
-                yield from _rows(path, block, label, through, size)
+            with ExitStack() as stack:
+                worlds = [
+                    _World(
+                        stack.enter_context(
+                            _store(stack.enter_context(work_directory()), block, size, through)
+                        ),
+                        block,
+                        size,
+                    )
+                    for _ in range(size.stores)
+                ]
+                yield from _rows(worlds, label, through, size)
 
 
-def _rows(path: Path, block: int, label: str, through: bool, size: Size) -> Iterator[Result]:
-    with _store(path, block, size, through) as store:
-        world = _World(store, block, size)
-        if not store.flush(TIMEOUT):
-            raise RuntimeError("the first blocks could not be written")
-        (file,) = path.rglob("*.kv")
-        reference = (Fio if shutil.which("fio") else Loop)(file, block, size.volume)
-        if not through:
-            _drop_cache(file)
-            yield compare(
-                f"nvme.get.{label}", "GB/s", world.get, reference.read, bar=0.95, pairs=size.pairs
-            )
-        name, bar = ("nvme.put.through", None) if through else ("nvme.put", 0.95)
+def _rows(worlds: Sequence[_World], label: str, through: bool, size: Size) -> Iterator[Result]:
+    if not through:
+        for world in worlds:
+            _drop_cache(world.file)
         yield compare(
-            f"{name}.{label}", "GB/s", world.put, reference.write, bar=bar, pairs=size.pairs
+            f"nvme.get.{label}",
+            "GB/s",
+            _in_turn([world.get for world in worlds]),
+            _in_turn([world.reference.read for world in worlds]),
+            bar=0.95,
+            pairs=size.pairs,
         )
+    name, bar = ("nvme.put.through", None) if through else ("nvme.put", 0.95)
+    yield compare(
+        f"{name}.{label}",
+        "GB/s",
+        _in_turn([world.put for world in worlds]),
+        _in_turn([world.reference.write for world in worlds]),
+        bar=bar,
+        pairs=size.pairs,
+    )
+
+
+def _in_turn(calls: Sequence[Callable[[], float]]) -> Callable[[], float]:
+    """Each time the next of them, so that both sides of a pair use the same file."""
+    following = itertools.cycle(calls)
+    return lambda: next(following)()
 
 
 def _store(path: Path, block: int, size: Size, through: bool) -> TieredKVStore:
@@ -121,6 +146,12 @@ class _World:
         self.memory[:] = rng.integers(0, 256, shape, np.uint8)
         self.chains: deque[list[bytes]] = deque(maxlen=self.calls)
         self.put(), self.put(), self.put()  # create the segment and fill it
+        if not store.flush(TIMEOUT):
+            raise RuntimeError("the first blocks could not be written")
+        nvme = store.config.tiers[-1]
+        assert isinstance(nvme, NvmeConfig)
+        (self.file,) = nvme.path.rglob("*.kv")
+        self.reference = (Fio if shutil.which("fio") else Loop)(self.file, block, size.volume)
 
     def put(self) -> float:
         chains = [random_keys(self.blocks) for _ in range(self.calls)]

@@ -74,6 +74,7 @@ class Engine:
         if durable is None or self.index is None:
             return True
         with self.lock:
+            self.planner.pins.expire(self.clock())
             refused, upto = self.planner.begin_flush()
         while True:
             with self.lock:
@@ -172,8 +173,8 @@ class Engine:
             raise ClosedError("the store is closed: open a new one")
 
     def _inline(self, move: Move) -> bool:
-        ends = [t for t in (move.src, move.dst) if t is not None]
-        return all(self.tiers[t].inline for t in ends)
+        src, dst, tiers = move.src, move.dst, self.tiers
+        return (src is None or tiers[src].inline) and (dst is None or tiers[dst].inline)
 
     def _note(self, moves: Sequence[Move]) -> None:
         for move in moves:
@@ -203,7 +204,8 @@ class Engine:
             if not transfer.expired:
                 if move.src is not None and Outcome.OK in transfer.write:
                     self._stalled = False
-                self._background()
+                if move.dst != self.planner.res.durable or Outcome.OK in transfer.write:
+                    self._background()  # else it would repeat at once what has just failed
             effects = self._drain()
             self._ends += 1
             self._changed.notify_all()
@@ -226,6 +228,7 @@ class Engine:
             return
         writing = len(self.planner.res.levels[durable].writing)
         limit = self._write_back_blocks()
+        self.planner.pins.expire(self.clock())
         if writing < limit and (self.planner.through or self.mover.backlog == 0):
             self.planner.room.write_back(self.clock(), limit - writing)
 

@@ -60,6 +60,7 @@ class Ledger:
         assert tier is not None
         pool = self.res.levels[tier].pool
         touched: dict[int, Run] = {}
+        failed: dict[int, Run] = {}
         stale = tier == self.res.durable and move.epoch != self.epoch  # cleared meanwhile
         at, total = 0, len(move)
         while at < total:
@@ -71,7 +72,7 @@ class Ledger:
                     touched[run.id] = run
                     if tier == self.res.durable and write[at] is Outcome.FAILED:
                         self.room.refused += 1
-                        self.room.decline(run)  # or the write-back would spin on a dead disk
+                        failed[run.id] = run
                 pool.give(move.dst_slots[at : at + 1])
                 at += 1
                 continue
@@ -85,6 +86,9 @@ class Ledger:
             self.res.install(run, offset, tier, move.dst_slots[first:at])
             if tier == self.res.durable:
                 self._log(run, offset, move.dst_slots[first:at])
+        for run in failed.values():  # or the write-back would spin on a dead disk
+            for node in (run, *self.res.tree.descendants(run)):
+                self.room.decline(node)
         for run in touched.values():
             self._settle(run)
 
@@ -221,6 +225,7 @@ class Ledger:
         assert tier is not None
         assert not self.res.tree.runs
         self.res.levels[tier].pool.claim(slot for piece in pieces for slot in piece.slots)
+        followed = {piece.parent for piece in pieces}
         for piece in pieces:
             parent = None if piece.parent == ROOT else self.res.tree.find(piece.parent)
             if parent is not None and piece.depth < parent.end:
@@ -228,7 +233,8 @@ class Ledger:
             run = self.res.tree.append(parent, piece.keys, piece.generation, piece.born, None)
             run.last = piece.last
             run.visible = True
-            self.res.install(run, 0, tier, piece.slots, reserved=False)
+            leaf = piece.keys[-1] not in followed  # others would be ranked only to be forgotten
+            self.res.install(run, 0, tier, piece.slots, reserved=False, leaf=leaf)
         return self.res.tree.blocks
 
     # -- removal --------------------------------------------------------------------------

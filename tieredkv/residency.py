@@ -78,11 +78,19 @@ class Residency:
         self._presence(run, tier, was)
 
     def install(
-        self, run: Run, offset: int, tier: int, slots: Sequence[int], *, reserved: bool = True
+        self,
+        run: Run,
+        offset: int,
+        tier: int,
+        slots: Sequence[int],
+        *,
+        reserved: bool = True,
+        leaf: bool = True,
     ) -> None:
         """Blocks from `offset` on have readable copies in these slots. O(blocks).
 
-        They had none in this tier before; `reserved`: announced by `reserve`.
+        They had none in this tier before; `reserved`: announced by `reserve`. `leaf` False: a
+        child is about to follow.
         """
         level, keys = self.levels[tier], run.keys[offset : offset + len(slots)]
         mine = run.slots[tier]
@@ -97,7 +105,7 @@ class Residency:
             for key in keys:
                 del level.writing[key]
         self._presence(run, tier, was)
-        if not run.kids[tier]:
+        if leaf and not run.kids[tier]:
             self._record(run, tier, Kind.INSERT if fresh else Kind.RESIZE)
         if self.events is not None:
             self.events.add(EventKind.STORED, level.name, keys)

@@ -19,6 +19,7 @@ from tests.bugs.world import (
     chain,
     disk_usage,
     dram,
+    eventually_stored,
     get,
     hbm,
     nvme,
@@ -171,11 +172,6 @@ def test_A16_a_put_that_failed_can_be_repeated(kind: str, cause: str, tmp_path: 
         assert eventually_stored(store, keys)
         assert get(store, keys) == [OK] * 4
         assert tier(store.stats(), kind).used_bytes == 4 * SIZE
-
-
-def eventually_stored(store: TieredKVStore, keys: list[bytes]) -> bool:
-    """The slots of a write that hung come back when it has really ended."""
-    return any(put(store, keys) == [OK] * len(keys) for _ in range(50))
 
 
 @pytest.mark.parametrize("kind", ["hbm", "dram", "nvme"])

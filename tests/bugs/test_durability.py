@@ -14,10 +14,10 @@ import pytest
 
 from tests.bugs.world import (
     FAILED,
-    Faulty,
     MISSING,
     OK,
     SIZE,
+    Faulty,
     blocks_of,
     chain,
     compare,

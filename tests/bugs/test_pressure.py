@@ -19,6 +19,7 @@ from tests.bugs.world import (
     blocks_of,
     chain,
     dram,
+    eventually_stored,
     get,
     kill,
     line,
@@ -127,10 +128,7 @@ def test_A26_a_first_put_that_hangs_makes_nobody_wait(kind: str, tmp_path: Path)
         assert time.monotonic() - began < 5
         assert hung.result(5) == [BUSY] * 2
         gate.release()
-        for _ in range(100):
-            if put(store, keys, start=2) == [OK] * 4:
-                break
-            time.sleep(0.01)
+        assert eventually_stored(store, keys, 2)
         assert get(store, keys) == [OK] * 6
 
 
@@ -174,7 +172,7 @@ def test_A27_a_killed_store_leaves_no_pool_and_no_lock(tmp_path: Path) -> None:
         f"with w.opened(*{specs!r}) as s:\n"
         "    assert w.OK in w.put(s, w.chain(4)) and s.flush(10)\n"
         "    maps = open('/proc/self/maps').read()\n"
-        "    print(maps.count('/dev/shm') + maps.count('/SYSV') + maps.count('/memfd'), flush=True)\n"
+        "    print(sum(map(maps.count, ('/dev/shm', '/SYSV', '/memfd'))), flush=True)\n"
         "    input()"
     )
     for _ in range(3):

@@ -130,6 +130,8 @@ class Machine(RuleBasedStateMachine):
         buffers = b"".join(blocks) if stack else blocks
         if later and not self.gates:
             outcomes = self.store.put_async(keys, buffers, start, turn).result(60.0)
+            if self.shape.write == "through" and self.store.stats().pins:  # perhaps it is full
+                outcomes = [Outcome.BUSY if o is Outcome.FAILED else o for o in outcomes]
         else:
             outcomes = self.store.put(keys, buffers, start, turn)
         if turn is not None and turn.ttl and outcomes[0] is not Outcome.MISSING:

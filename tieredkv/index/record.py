@@ -128,7 +128,8 @@ def assemble(rows: Rows, slot_limit: int, epoch: int, length: int) -> Assembly:
     drop("slot claimed twice", _newest_of_slot(rows, keep))
     kept = rows if keep.all() else rows[keep]
     order = np.lexsort((kept["depth"], kept["generation"]))
-    chain = kept[order]
+    # as "V": numpy copies structured rows field by field, at a fifth of the speed
+    chain: Rows = kept.view(f"V{ROW.itemsize}")[order].view(ROW)
     heads, owner = _heads(chain)
     reached = _reached(chain, heads, owner, _parents(kept, order, chain, heads))
     pieces = _pieces(chain, heads, reached)
