@@ -111,6 +111,8 @@ class Planner(Ledger):
         if run is not None and known < run.end:  # first: only the part in use is protected
             run = self.res.split(run, known - run.start)
         shares, wait = self._share(len(keys) - known, run, now, force)
+        if run is not None and (run.id not in self.res.tree.runs or run.end != known):
+            return self.plan_put(keys, start, turn, now, force=force)  # it took its own chain
         wanted = len(keys) - known - sum(count for _, count in shares)
         if wait:
             return PutPlan(known, pending, [], wanted, wait=True)
@@ -143,7 +145,7 @@ class Planner(Ledger):
                 wanted -= got - shares[tier]
                 shares[tier] = got
                 if got < min(goal, self.res.levels[tier].pool.limit) and not force and not drop:
-                    self.room.demote(tier, goal - got, now, leaf)
+                    self.room.demote(tier, goal - got, now, run)
                     if self._in_flight(tier):
                         return [], True
         return list(shares.items()), False
@@ -224,7 +226,7 @@ class Planner(Ledger):
         leaf = leaf_on_path(run, tier)
         short = blocks - self.room.make(tier, blocks, now, leaf)
         if short and tier + 1 != self.res.durable:
-            self.room.demote(tier, short, now, leaf)
+            self.room.demote(tier, short, now, run)
         return short
 
     def plan_promote(

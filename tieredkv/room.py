@@ -76,13 +76,15 @@ class Room:
                 self.make(tier, 2 * low, now)
 
     def demote(self, tier: int, blocks: int, now: float, protect: Run | None = None) -> None:
-        """Want the coldest dirty copies of `tier` copied one level down, up to `blocks`."""
+        """Want the coldest dirty copies of `tier` copied one level down, up to `blocks`; room
+        below is not made from the chain that `protect` ends."""
         lower = tier + 1
         if lower >= len(self.res.levels) or not self.res.levels[lower].accepts:
             return
+        leaf = leaf_on_path(protect, tier)
 
         def keep(run: Run) -> int:
-            return run.count[tier] if run is protect or not run.visible else self._pinned(run, tier)
+            return run.count[tier] if run is leaf or not run.visible else self._pinned(run, tier)
 
         for run, count in self.res.victims(tier, blocks, now, keep):
             if lower == self.res.durable:
@@ -182,7 +184,7 @@ class Room:
         ]
         got = self.make(lower, len(tail), now, leaf_on_path(protect, lower))
         if got < len(tail):
-            self.demote(lower, len(tail) - got, now, leaf_on_path(protect, lower))
+            self.demote(lower, len(tail) - got, now, protect)
         self._issue(((run, offset, tier) for offset in reversed(tail[:got])), lower)
 
     def _slot(self, run: Run, offset: int, tier: int) -> int:

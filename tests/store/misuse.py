@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-import errno
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 
-from tests.bugs.world import FP, SIZE, blocks_of, chain, config, dram, nvme
+from tests.bugs.world import SIZE, blocks_of, chain
 from tieredkv import (
     BlockSizeError,
-    CapacityError,
     ClosedError,
-    ConfigError,
-    DirectoryError,
-    DirectoryInUse,
-    FormatError,
     TieredKVError,
-    TieredKVStore,
     Turn,
     UsageError,
     chain_keys,
 )
-from tieredkv.index.environment import Environment
-from tieredkv.tiers.nvme.engines import DirectEngine
 
 STORED = chain(4)
 OTHER = chain(4, seed=1)
 BLOCKS = blocks_of(STORED)
+NUMBER: Any = 5
+WORD: Any = "high"
 BUFFERS = [bytearray(SIZE) for _ in STORED]
 Act = Callable[[Any], object]
 """Of a store, whose types are not to be checked here."""
-Start = Callable[[Path, pytest.MonkeyPatch], object]
 
 
 @dataclass(frozen=True)
@@ -46,15 +35,6 @@ class Call:
     what: str
     error: type[TieredKVError]
     acts: tuple[Act, ...]
-
-
-@dataclass(frozen=True)
-class Opening:
-    """A store that cannot be opened."""
-
-    what: str
-    error: type[TieredKVError]
-    act: Start
 
 
 def with_keys(keys: Any) -> tuple[Act, ...]:
@@ -292,7 +272,7 @@ VALUES = [
         "a fact about a turn that is no text",
         UsageError,
         (
-            lambda s: s.put(OTHER, BLOCKS, turn=Turn(category=5)),
+            lambda s: s.put(OTHER, BLOCKS, turn=Turn(category=NUMBER)),
             lambda s: s.session("a").turn_ended(reason=5),
             lambda s: s.session("a").turn_ended(next_tool=b"x"),
         ),
@@ -301,7 +281,7 @@ VALUES = [
         "a number in a turn that is no integer",
         UsageError,
         (
-            lambda s: s.put(OTHER, BLOCKS, turn=Turn(priority="high")),
+            lambda s: s.put(OTHER, BLOCKS, turn=Turn(priority=WORD)),
             lambda s: s.put(OTHER, BLOCKS, turn=Turn(output_tokens=-1)),
             lambda s: s.session("a").turn_ended(output_tokens=1.5),
         ),
@@ -336,119 +316,3 @@ VALUES = [
 ]
 
 CALLS = [*KEYS, *BUFFER, *VALUES]
-
-
-def opening(*specs: dict[str, Any], **more: Any) -> TieredKVStore:
-    return TieredKVStore(config(*specs, **more), FP)
-
-
-def first_put(*specs: dict[str, Any]) -> None:
-    with opening(*specs) as store:
-        store.put(OTHER, stack(4, 1 << 20))
-
-
-def used(root: Path) -> None:
-    with opening(nvme(root)) as store:
-        store.put(STORED, BLOCKS)
-
-
-def second_store(root: Path) -> None:
-    with opening(nvme(root)):
-        opening(nvme(root))
-
-
-def no_directory(root: Path) -> None:
-    (root / "file").write_bytes(b"mine")
-    opening(nvme(root / "file"))
-
-
-def not_allowed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    opening(nvme(root / "new"))
-
-
-def linked(root: Path) -> None:
-    used(root)
-    (path,) = (p for p in root.iterdir() if p.is_dir())
-    path.rename(root / "elsewhere")
-    path.symlink_to(root / "elsewhere")
-    opening(nvme(root))
-
-
-def other_size(root: Path) -> None:
-    used(root)
-    opening(nvme(root), block_bytes=2 * SIZE)
-
-
-def other_version(root: Path) -> None:
-    used(root)
-    (index,) = root.glob("*/index")
-    environment = Environment(index, 1 << 26, 1 << 26, 5.0)
-    environment.write(lambda txn: txn.put_meta(b"format", 99))
-    environment.close(5.0)
-    opening(nvme(root))
-
-
-def no_direct_io(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: DirectEngine, path: Path) -> Any:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(DirectEngine, "open", refuse)
-    opening(nvme(root, engine="direct"), block_bytes=SIZE)
-
-
-def made(config: Any, fingerprint: Any = FP, **more: Any) -> None:
-    TieredKVStore(config, fingerprint, **more)
-
-
-OPENINGS = [
-    Opening("`config` is no Config", ConfigError, lambda r, m: made({"tiers": []})),
-    Opening(
-        "`fingerprint` is no Fingerprint", UsageError, lambda r, m: made(config(dram(8)), "model")
-    ),
-    Opening(
-        "a field of the fingerprint is no text",
-        UsageError,
-        lambda r, m: made(config(dram(8)), replace(FP, model=5)),
-    ),
-    Opening(
-        "`world` is not two sizes",
-        UsageError,
-        lambda r, m: made(config(dram(8)), replace(FP, world=(0, 1))),
-    ),
-    Opening(
-        "`clock` or `wrap_tier` cannot be called",
-        UsageError,
-        lambda r, m: made(config(dram(8)), clock=5),
-    ),
-    Opening(
-        "a memory tier too small for one block", CapacityError, lambda r, m: first_put(dram(8))
-    ),
-    Opening(
-        "an nvme tier too small for one block",
-        CapacityError,
-        lambda r, m: first_put(nvme(r, 1 << 20)),
-    ),
-    Opening(
-        "more memory than there is",
-        ConfigError,
-        lambda r, m: opening({"kind": "dram", "capacity": 1 << 59}, block_bytes=1 << 40),
-    ),
-    Opening("the directory is open in this process", DirectoryInUse, lambda r, m: second_store(r)),
-    Opening("`path` is no directory", DirectoryError, lambda r, m: no_directory(r)),
-    Opening("`path` may not be written", DirectoryError, not_allowed),
-    Opening("a model's directory is a symbolic link", DirectoryError, lambda r, m: linked(r)),
-    Opening("`engine: direct` where O_DIRECT is refused", DirectoryError, no_direct_io),
-    Opening("the directory holds blocks of another size", FormatError, lambda r, m: other_size(r)),
-    Opening(
-        "the directory is of another format version", FormatError, lambda r, m: other_version(r)
-    ),
-]
-
-
-def threads() -> set[str]:
-    """Names of the store's threads that are alive."""
-    return {t.name for t in threading.enumerate() if t.name.startswith("tieredkv")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.bugs.world import MISSING, OK, SIZE, content, dram, get, nvme, opened, put, resident
-from tests.store.misuse import BLOCKS, CALLS, OPENINGS, OTHER, STORED, Call, Opening, threads, used
+from tests.store.misuse import BLOCKS, CALLS, OTHER, STORED, Call
+from tests.store.openings import OPENINGS, Opening, used
 from tieredkv import ClosedError, Outcome, TieredKVError, TieredKVStore
 
 TEXT = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
@@ -34,6 +36,11 @@ def judge(what: str, error: TieredKVError) -> None:
     assert re.fullmatch(pattern, str(error)), f"{error}\nis not: {message}"
     assert len(str(error)) < 500
     assert remedy
+
+
+def threads() -> set[str]:
+    """Names of the stores' threads that are alive."""
+    return {t.name for t in threading.enumerate() if t.name.startswith("tieredkv")}
 
 
 @pytest.fixture
@@ -104,7 +111,7 @@ def test_a_store_that_could_not_start_left_the_directory_as_it_was(tmp_path: Pat
 
 
 def test_the_documentation_has_a_row_for_every_case_and_no_other() -> None:
-    cases = [case.what for case in (*CALLS, *OPENINGS)]
+    cases = [case.what for case in CALLS] + [case.what for case in OPENINGS]
     assert len(cases) == len(set(cases))
     assert [row[0] for row in rows("Calls")] == [case.what for case in CALLS]
     assert [row[0] for row in rows("Starting")] == [case.what for case in OPENINGS]
