@@ -49,10 +49,13 @@ class Transfer:
         self._ended = threading.Condition()
         self.parts = [(lo, min(lo + part, len(move))) for lo in range(0, len(move), part)]
         self._open = len(self.parts)
+        self._active = 0
 
     def run(self, lo: int, hi: int) -> None:
         """Copy the blocks [lo, hi); never raises."""
         move = self.move
+        with self._ended:
+            self._active += 1
         read = write = [Outcome.BUSY] * (hi - lo)
         try:
             if not self.expired:
@@ -66,6 +69,7 @@ class Transfer:
             if move.dst is not None:
                 self.write[lo:hi] = write
             self._open -= 1
+            self._active -= 1
             last = not self._open
         if last:
             self._buffers = None
@@ -98,7 +102,13 @@ class Transfer:
 
     @property
     def running(self) -> bool:
+        """Some part has not ended, or not even begun."""
         return self._open > 0
+
+    @property
+    def active(self) -> int:
+        """Parts that a thread is in."""
+        return self._active
 
     def _copy(self, move: Move, lo: int, hi: int) -> tuple[Outcomes, Outcomes]:
         buffers = self._buffers
@@ -195,8 +205,8 @@ class Mover:
         self._closed = False
 
     def start(self, transfer: Transfer, block_bytes: int, *, load: bool) -> bool:
-        """Queue all parts; False, and nothing queued, if the queue is full or all threads
-        hang in transfers that have expired."""
+        """Queue all parts; False, and nothing queued, if the queue is full or all threads that
+        could run them hang in transfers that have expired."""
         jobs = [
             ((lambda lo=lo, hi=hi: transfer.run(lo, hi)), (hi - lo) * block_bytes)
             for lo, hi in transfer.parts
@@ -245,7 +255,8 @@ class Mover:
             if self._closed or not lane.accepts(nbytes):
                 return False
             self._late = {t for t in self._late if t.running}
-            if len(self._late) >= self._threads:
+            hanging = sum(transfer.active for transfer in self._late)
+            if hanging >= (self._threads if lane is self._loads else self._store_threads):
                 return False
             lane.bytes += nbytes
             lane.jobs.extend(jobs)

@@ -179,6 +179,23 @@ def test_A11_a_late_read_does_not_touch_the_buffer(tmp_path: Path) -> None:
         assert get(store, keys) == [OK] * 2
 
 
+def test_A11_a_device_that_hangs_in_every_thread_is_refused_at_once(tmp_path: Path) -> None:
+    keys, wrap, gate = chain(16), Faulty(), Gate(op="read")
+    with opened(nvme(tmp_path), wrap=wrap) as store:
+        assert put(store, keys) == [OK] * 16
+        wrap.tiers["nvme"].hang = gate
+        assert get(store, keys, deadline=0.3) == [BUSY] * 16  # its parts take all threads
+        began = time.monotonic()
+        assert get(store, keys, deadline=20) == [BUSY] * 16
+        assert put(store, chain(2, seed=1)) == [BUSY] * 2
+        assert time.monotonic() - began < 5
+        gate.release()
+        limit = time.monotonic() + 10
+        while store.stats().quarantined_transfers and time.monotonic() < limit:
+            time.sleep(0.005)
+        assert get(store, keys) == [OK] * 16
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", ["error", "corrupt", "short_read", "few", "none", "raises"])
 def test_A24_a_failed_block_is_no_hit_and_hurts_no_neighbour(
