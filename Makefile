@@ -48,7 +48,7 @@ check: $(READY)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_sizes.py $(CODE)
+	$(BIN)/python tools/check_sizes.py tieredkv benches tools
 
 bench: $(READY)
 	$(BIN)/python -m benches all --json

@@ -1,6 +1,6 @@
 """Durable puts with checksums and cold verified reads against fio, in the same file.
 
-A figure moves `volume` bytes in calls of 64 MiB, two at a time. Puts end when their futures
+A figure moves `volume` bytes in calls of 64 MiB, four at a time. Puts end when their futures
 say that the blocks are durable: data synced, index committed; each evicts as much as it
 brings. `through` rows put a DRAM tier in front.
 
@@ -41,10 +41,10 @@ from tieredkv.types import Fingerprint, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
 CALL = 64 * MIB
-CALLS = 2
+CALLS = 4
 """In flight."""
 DEPTH = 16
-SPARE = 4
+SPARE = 2
 """The store has room for this part of the volume more: slots whose eviction is under way."""
 TIMEOUT = 120.0
 

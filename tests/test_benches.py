@@ -61,7 +61,7 @@ def test_nvme(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("shutil.which", lambda name: None)
     elif shutil.which("fio") is None:
         pytest.skip("fio is not installed")
-    size = nvme.Size(blocks=(64 * KIB,), volume=2 * MIB, call=512 * KIB, stores=2, pairs=2)
+    size = nvme.Size(blocks=(64 * KIB,), volume=2 * MIB, call=256 * KIB, stores=2, pairs=2)
     found = judged(nvme.run(size))
     assert found.keys() == {"nvme.put.64KiB", "nvme.get.64KiB", "nvme.put.through.64KiB"}
     assert all(result.value > 0 and (result.reference or 0) > 0 for result in found.values())

@@ -45,7 +45,7 @@ class Core(Engine):
         return outcomes
 
     def durable(self, keys: Sequence[bytes], start: int, outcomes: list[Outcome]) -> list[Outcome]:
-        """Under `through`, wait until the stored blocks are committed; FAILED where they are not."""
+        """Under `through`, wait until the blocks are committed; FAILED where they are not."""
         if not self.planner.through:
             return outcomes
         deadline = time.monotonic() + self._limits.put_deadline
@@ -153,20 +153,21 @@ class Core(Engine):
         outcomes: Sequence[Outcome],
     ) -> None:
         """Copy what was read from slower tiers out of the caller's buffers, still ours now."""
-        slower = sorted(
-            depth
+        held = {
+            depth: generation
             for move in moves
             if move.src
-            for depth in move.depths
+            for depth, generation in zip(move.depths, move.generations, strict=True)
             if outcomes[depth - start] is Outcome.OK
-        )
+        }
+        slower = sorted(held)
         with self.lock:
             tier = self.planner.promotion_target(len(slower))
             if not slower or tier is None or not self.tiers[tier].inline:
                 return
         self._make_room(tier, len(slower), keys)
         with self.lock:
-            plan = self.planner.plan_promote(keys, slower, tier, self.clock(), read=False)
+            plan = self.planner.plan_promote(keys, slower, tier, self.clock(), held)
             self._note(plan)
         for move in plan:
             self._gather(move, host, start).run_all()
@@ -185,9 +186,7 @@ class Core(Engine):
         future: Future[int] = Future()
         with self.lock:
             match = self.planner.match(keys)
-            moves = self.planner.plan_promote(
-                keys, range(match.blocks), target, self.clock(), read=True
-            )
+            moves = self.planner.plan_promote(keys, range(match.blocks), target, self.clock())
             self._note(moves)
             effects = self._drain()
         self._start(effects.moves)

@@ -246,6 +246,7 @@ class Ledger:
             run = self.res.tree.find(key)
             if run is not None:
                 dropped += self.res.drop(run, run.keys.index(key))
+                self._settle(run)  # perhaps only what went was still being written
         return dropped
 
     def clear(self, tier: int | None, epoch: int | None) -> int:

@@ -64,6 +64,8 @@ class Transfer:
             log.exception("tier raised while moving %d blocks", hi - lo)
             read = write = [Outcome.FAILED] * (hi - lo)
         with self._ended:
+            if self.expired and move.src is None:  # the buffers may have changed under the copy
+                write = [Outcome.BUSY if outcome is Outcome.OK else outcome for outcome in write]
             if move.src is not None:
                 self.read[lo:hi] = read
             if move.dst is not None:

@@ -7,7 +7,7 @@ One lock of the caller's guards it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cachetools import LRUCache
@@ -110,6 +110,10 @@ class Planner(Ledger):
         self.res.tree.check_new(keys[known:])
         if run is not None and known < run.end:  # first: only the part in use is protected
             run = self.res.split(run, known - run.start)
+            self._settle(run)  # perhaps only the tail is still being written
+            if run.id not in self.res.tree.runs:
+                return self.plan_put(keys, start, turn, now, force=force)
+            pending = not run.visible
         shares, wait = self._share(len(keys) - known, run, now, force)
         if run is not None and (run.id not in self.res.tree.runs or run.end != known):
             return self.plan_put(keys, start, turn, now, force=force)  # it took its own chain
@@ -230,12 +234,17 @@ class Planner(Ledger):
         return short
 
     def plan_promote(
-        self, keys: Sequence[bytes], wanted: Sequence[int], tier: int, now: float, *, read: bool
+        self,
+        keys: Sequence[bytes],
+        wanted: Sequence[int],
+        tier: int,
+        now: float,
+        held: Mapping[int, int] | None = None,
     ) -> list[Move]:
         """Copies of the blocks at `wanted` (ascending positions in `keys`) into `tier`.
 
-        `read` False: the caller has the bytes. Only into room that costs nothing else, and
-        within the budget.
+        `held`: the caller has their bytes, of these generations by position; blocks stored anew
+        since are left out. Only into room that costs nothing else, and within the budget.
         """
         blocks, run = self.res.tree.match(keys, visible=True)
         writing = self.res.levels[tier].writing
@@ -247,14 +256,15 @@ class Planner(Ledger):
         for node, _, _ in by_run:
             while position is not None and position < node.end:
                 offset = position - node.start
-                if node.fastest(offset) > tier and node.keys[offset] not in writing:
+                fresh = held is None or held[position] == node.generation
+                if fresh and node.fastest(offset) > tier and node.keys[offset] not in writing:
                     found.append((node, offset))
                 position = next(positions, None)
         got = self.budget.take(len(found), now)
         got = self.room.make(tier, got, now, leaf_on_path(run, tier))
         slots = self.res.levels[tier].pool.take(got)
         for (node, offset), slot in zip(found[:got], slots, strict=True):
-            source = node.fastest(offset) if read else None
+            source = node.fastest(offset) if held is None else None
             move = moves.get(source)
             if move is None:
                 move = moves[source] = Move(source, tier, [], [], [], epoch=self.epoch)

@@ -280,6 +280,9 @@ class Residency:
                     problems.append(
                         f"run {run.id}: {run.busy[tier]} writes to {level.name}, not {writing}"
                     )
+            shown = run.parent is None or run.parent.visible
+            if shown and not run.visible and not any(run.busy):
+                problems.append(f"run {run.id} is hidden for ever")
         stray = (self.dirty.keys() | self.declined) - self.tree.runs.keys()
         if stray or self.dirty.keys() & self.declined:
             problems.append(f"dirty list names dead runs {sorted(stray)[:8]} or a run twice")

@@ -22,8 +22,8 @@ class Run:
     """Consecutive blocks of one chain. All lists are indexed by tier, fastest first."""
 
     __slots__ = (
-        "born", "busy", "children", "count", "generation", "hits", "home", "id", "keys", "kids", "last",
-        "parent", "pins", "slots", "start", "turn", "visible",
+        "born", "busy", "children", "count", "generation", "hits", "home", "id", "keys", "kids",
+        "last", "parent", "pins", "slots", "start", "turn", "visible",
     )  # fmt: skip
 
     def __init__(
