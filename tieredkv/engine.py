@@ -197,9 +197,12 @@ class Engine:
     def _ended(self, transfer: Transfer) -> None:
         """A transfer has really ended, on whatever thread."""
         move = transfer.move
+        write = transfer.write
+        if not transfer.expired:  # nobody hurried it: trying again at once would change nothing
+            write = [Outcome.FAILED if o is Outcome.BUSY else o for o in write]
         with self.lock:
             self._moving.pop(id(move), None)
-            self.planner.finish(move, transfer.read, transfer.write, self.clock())
+            self.planner.finish(move, transfer.read, write, self.clock())
             self._count(move, transfer)
             if not transfer.expired:
                 if move.src is not None and Outcome.OK in transfer.write:

@@ -137,11 +137,7 @@ class Ledger:
             tail = list(node.tail(tier, first))
             if tail:
                 self.res.remove(node, tail[::-1], tier)
-        for node in [run, *below]:
-            if node.id in self.res.tree.runs and node.visible:
-                bare = next((i for i in range(len(node.keys)) if not node.copies(i)), None)
-                if bare is not None:
-                    self.res.drop(node, bare)
+        self._drop_bare([run, *below])
 
     def shrink(self, tier: int, slots: int) -> None:
         """The medium turned out smaller (disk full): hand out no slot at or beyond `slots`."""
@@ -280,11 +276,19 @@ class Ledger:
             tail = list(run.tail(tier))
             if tail:
                 self.res.remove(run, tail[::-1], tier)
+        self._drop_bare(runs)
+
+    def _drop_bare(self, runs: Sequence[Run]) -> None:
+        """Forget what has lost its last copy; of runs under way their end decides."""
         for run in runs:
-            if run.id in self.res.tree.runs and run.visible:
-                bare = next((i for i in range(len(run.keys)) if not run.copies(i)), None)
-                if bare is not None:
-                    self.res.drop(run, bare)
+            if run.id not in self.res.tree.runs:
+                continue
+            if not run.visible:
+                self._settle(run)
+                continue
+            bare = next((i for i in range(len(run.keys)) if not run.copies(i)), None)
+            if bare is not None:
+                self.res.drop(run, bare)
 
     # -- invariants -----------------------------------------------------------------------
 
