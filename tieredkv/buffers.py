@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -100,7 +101,16 @@ def _from_sequence(buffers: object, count: int, writable: bool) -> HostBlocks:
                 f"block {i} has {flat.size} bytes, block 0 has {block_bytes}: "
                 "all blocks must have one size, larger than 0"
             )
+    if writable:
+        _check_apart(flats, block_bytes)
     return HostBlocks(flats, block_bytes, staged)
+
+
+def _check_apart(flats: list[Bytes], block_bytes: int) -> None:
+    """Blocks to be filled must not share memory: the last one read would stand for all."""
+    starts = sorted(flat.__array_interface__["data"][0] for flat in flats)
+    if any(b - a < block_bytes for a, b in pairwise(starts)):
+        raise UsageError("two of the buffers overlap: pass memory of its own for each block")
 
 
 def _is_buffer(value: object) -> bool:
@@ -218,7 +228,11 @@ def check_batch(batch: Batch, buffers: BlockBuffers, block_bytes: int, slots: in
 
 
 class RevocableViews(list[memoryview]):
-    """One memoryview per block whose use can be ended by `revoke`, see `revocable`."""
+    """Views of the caller's blocks that can be taken away from a worker.
+
+    Hand the views or slices of this list to the worker and keep no other reference. One view
+    per block, 1-D, format 'B', writable where the buffer is; about 1 us each.
+    """
 
     def __init__(self, buffers: BlockBuffers) -> None:
         super().__init__()
@@ -232,30 +246,16 @@ class RevocableViews(list[memoryview]):
             self.append(memoryview(owner))
 
     def revoke(self) -> int:
-        """Release all views; how many blocks are still reachable by somebody."""
+        """Release every view; how many are still in use (inside a system call, or by a slice or
+        array that the worker derived).
+
+        At 0 nobody can touch the memory through these views any more: a late worker gets
+        ValueError. Otherwise the memory must stay quarantined; calling again tells the news.
+        Thread-safe against the worker.
+        """
         for view in self:
             try:
                 view.release()
             except BufferError:  # exported right now; counted below
                 continue
         return sum(owner() is not None for owner in self._owners)
-
-
-def revocable(buffers: BlockBuffers) -> RevocableViews:
-    """Views of the caller's blocks that can be taken away from a worker.
-
-    Hand the views themselves to the worker and keep no other reference. One view per block,
-    1-D, format 'B', writable where the buffer is; about 1 us each.
-    """
-    return RevocableViews(buffers)
-
-
-def revoke(views: RevocableViews) -> int:
-    """Release every view; returns how many are still in use (inside a system call, or by a
-    slice or array that the worker derived).
-
-    At 0 nobody can touch the memory through these views any more: a late worker gets
-    ValueError. Otherwise the memory must stay quarantined; calling again tells the news.
-    Thread-safe against the worker.
-    """
-    return views.revoke()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -45,6 +46,17 @@ class Disk:
 
     directory: Directory
     index: DurableIndex
+    executor: DaemonExecutor
+    """Of the index's commits."""
+
+    def close(self, timeout: float) -> bool:
+        """False if a commit hangs; then the directory stays locked until the process ends."""
+        deadline = time.monotonic() + timeout
+        if not self.index.close(timeout):
+            return False
+        self.executor.close(max(0.0, deadline - time.monotonic()))
+        self.directory.close()
+        return True
 
 
 def open_disk(config: Config, fingerprint: Fingerprint) -> Disk | None:
@@ -58,7 +70,7 @@ def open_disk(config: Config, fingerprint: Fingerprint) -> Disk | None:
     directory = Directory.open(tier.path, fingerprint, config.block_tokens)
     try:
         executor = DaemonExecutor(1, "tieredkv-index")
-        return Disk(directory, DurableIndex(directory.index_path, executor))
+        return Disk(directory, DurableIndex(directory.index_path, executor), executor)
     except BaseException:
         directory.close()
         raise
@@ -92,14 +104,13 @@ def build(config: Config, disk: Disk | None, block_bytes: int, wrap: WrapTier | 
                 tiers[-1] = wrap(tiers[-1])
         planner = _planner(config, tiers, policies, admission, disk, block_bytes)
         if disk is not None:
+            found = planner.recover(disk.index.load(tiers[-1].slots))
+            log.info("tier %s: recovered %d blocks", tiers[-1].name, found)
             disk.index.set_block_bytes(block_bytes)  # last: a size that cannot work binds nobody
     except BaseException:
         for tier in tiers:
             tier.close()
         raise
-    if disk is not None:
-        found = planner.recover(disk.index.load(tiers[-1].slots))
-        log.info("tier %s: recovered %d blocks", tiers[-1].name, found)
     return Parts(tiers, planner, block_bytes)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from tieredkv.buffers import HostBlocks, revocable
+from tieredkv.buffers import HostBlocks, RevocableViews
 from tieredkv.engine import Engine
 from tieredkv.mover import Transfer
 from tieredkv.plans import PutPlan
@@ -34,14 +34,14 @@ class Core(Engine):
             outcomes[i] = Outcome.OK
         if plan.moves:
             self._run_put(plan.moves, host, start, deadline, outcomes)
-        if plan.pending and plan.known > start:
-            joined = self._await_visible(keys[plan.known - 1], deadline)
-            for i in range(plan.known - start):
-                outcomes[i] = joined
+        if plan.pending:
+            self._join(keys, start, plan.known, deadline, outcomes)
         _cut(outcomes)
+        if self.planner.res.durable == 0 and Outcome.OK in outcomes:
+            outcomes = self._acknowledge(keys[start:], outcomes, deadline)
         if turn is not None and turn.ttl:
             with self.lock:
-                self.planner.pin(keys, turn.ttl, self.clock())
+                self.planner.hold(keys, turn.ttl, self.clock())
         return outcomes
 
     def durable(self, keys: Sequence[bytes], start: int, outcomes: list[Outcome]) -> list[Outcome]:
@@ -64,6 +64,7 @@ class Core(Engine):
                 self._check_open()
                 plan = self.planner.plan_put(keys, start, turn, self.clock(), force=force)
                 self._note(plan.moves)
+                self._background()
                 effects, seen = self._drain(), self._ends
             self._start(effects.moves)
             if not plan.wait:
@@ -84,18 +85,35 @@ class Core(Engine):
         for move in moves:
             lo = move.depths[0] - start
             transfer = self._transfer(move, host, lo, lo + len(move))
-            result = self._finish_here(transfer, deadline, load=False)
-            tier = self.tiers[move.dst or 0]
-            if tier.durable and self.index is not None and result.count(Outcome.OK):
-                # its bytes are on disk; the put is acknowledged once its record is
-                result = self._acknowledge(move, result, deadline)
-            outcomes[lo : lo + len(move)] = result
+            outcomes[lo : lo + len(move)] = self._finish_here(transfer, deadline, load=False)
 
-    def _acknowledge(self, move: Move, result: list[Outcome], deadline: float) -> list[Outcome]:
-        """Outcomes of a durable put, once its records are committed or have failed."""
+    def _join(
+        self,
+        keys: Sequence[bytes],
+        start: int,
+        known: int,
+        deadline: float,
+        outcomes: list[Outcome],
+    ) -> None:
+        """Wait for the put that the known blocks are part of; nothing stands without them."""
+        joined = self._await_visible(keys[known - 1], deadline)
+        if joined is Outcome.OK:
+            return
+        with self.lock:
+            shown = [self.planner.visible(key) is True for key in keys[start:known]]
+        outcomes[: known - start] = [Outcome.OK if good else joined for good in shown]
+        outcomes[known - start :] = [
+            Outcome.MISSING if outcome is Outcome.OK else outcome
+            for outcome in outcomes[known - start :]
+        ]
+
+    def _acknowledge(
+        self, keys: Sequence[bytes], result: list[Outcome], deadline: float
+    ) -> list[Outcome]:
+        """Outcomes of a put into the durable tier, once records are committed or have failed."""
         in_time = self._await_commit(deadline)
         with self.lock:
-            kept = [self.planner.durable(key) is True for key in move.keys]
+            kept = [self.planner.durable(key) is True for key in keys]
         late = Outcome.FAILED if in_time else Outcome.BUSY
         return [
             late if outcome is Outcome.OK and not (in_time and held) else outcome
@@ -184,6 +202,7 @@ class Core(Engine):
     def prefetch(self, keys: Sequence[bytes], target: int) -> Future[int]:
         """Start copies of the chain's durable blocks into `target`; blocks copied."""
         future: Future[int] = Future()
+        future.set_running_or_notify_cancel()  # copies that have begun cannot be called off
         with self.lock:
             match = self.planner.match(keys)
             moves = self.planner.plan_promote(keys, range(match.blocks), target, self.clock())
@@ -220,7 +239,7 @@ class Core(Engine):
             return Transfer(move, self.tiers, buffers, len(move), self._ended)
         threads = self._limits.threads
         part = max(1, min(self._batch, -(-len(move) // threads)))
-        return Transfer(move, self.tiers, revocable(buffers), part, self._ended)
+        return Transfer(move, self.tiers, RevocableViews(buffers), part, self._ended)
 
     def _queue(self, transfer: Transfer, *, load: bool) -> None:
         if not self.mover.start(transfer, self.block_bytes, load=load):

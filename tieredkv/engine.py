@@ -25,6 +25,8 @@ from tieredkv.types import Clock, Move, Outcome
 
 log = logging.getLogger(__name__)
 
+FLUSH_POLL = 0.05  # seconds between looks, when nothing has ended
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -80,18 +82,18 @@ class Engine:
             with self.lock:
                 if not self.planner.writes(durable, upto):
                     break
-                before = len(self.planner.res.declined)
-                self.planner.room.write_back(self.clock(), self._write_back_blocks())
-                turned_down = len(self.planner.res.declined) != before
-                effects, seen = self._drain(), self._ends
+                self._write_back(durable)
+                effects = self._drain()
             self._start(effects.moves)
-            if turned_down:
-                continue  # perhaps the rest can go
-            if time.monotonic() >= deadline or not self._await_end(seen, deadline):
+            with self.lock:
+                seen = self._ends  # of refused moves too: they must not make this loop spin
+            if time.monotonic() >= deadline:
                 return False
+            self._await_end(seen, min(deadline, time.monotonic() + FLUSH_POLL))
         committed = self._await_commit(deadline)
         with self.lock:
-            return committed and self.planner.room.refused == refused
+            whole = self.planner.room.refused == refused
+            return committed and whole and not self.planner.lacking(upto, self.clock())
 
     def await_durable(self, key: bytes, timeout: float) -> bool:
         """Wait until the block's record is committed; False if it is gone, or at the deadline."""
@@ -109,7 +111,8 @@ class Engine:
             return bool(self.planner.durable(key))
 
     def clear(self, tier: int | None) -> int:
-        """Forget everything in one tier, or in all; blocks forgotten."""
+        """Forget everything in one tier, or in all; blocks forgotten. Other calls wait for the
+        commit of the new epoch: nothing may enter the index meanwhile."""
 
         def work(planner: Planner) -> int:
             durable = self.index is not None and tier in (None, planner.res.durable)
@@ -143,7 +146,7 @@ class Engine:
             left = max(0.0, deadline - time.monotonic())
             ended &= self._changed.wait_for(lambda: not self._moving, left)
         if self.index is not None:
-            ended &= self.index.close(max(0.1, deadline - time.monotonic()))
+            ended &= self.index.close(max(0.0, deadline - time.monotonic()))
         if not ended:
             log.error("close: operations still hang after %.1f s; their tiers stay open", timeout)
             return False
@@ -220,23 +223,31 @@ class Engine:
             self.metrics.moved("read", self.tiers[move.src].name, transfer.read, size)
         if move.dst is not None:
             self.metrics.moved("write", self.tiers[move.dst].name, transfer.write, size)
-            if Outcome.FAILED in transfer.write:
+            given = transfer.write
+            if move.src is not None:  # what could not be read was not the target's failure
+                pairs = zip(transfer.read, transfer.write, strict=True)
+                given = [put for got, put in pairs if got is Outcome.OK]
+            if Outcome.FAILED in given:
                 self.planner.shrink(move.dst, self.tiers[move.dst].slots)
-            self.healthy[move.dst] = Outcome.FAILED not in transfer.write
+                self.healthy[move.dst] = False
+            elif Outcome.OK in given:
+                self.healthy[move.dst] = True
 
     def _background(self) -> None:
         """Write back while the disk has nothing else to do, or at once under `through`."""
         durable = self.planner.res.durable
         if durable is None or not self.planner.res.dirty:
             return
-        writing = len(self.planner.res.levels[durable].writing)
-        limit = self._write_back_blocks()
-        self.planner.pins.expire(self.clock())
-        if writing < limit and (self.planner.through or self.mover.backlog == 0):
-            self.planner.room.write_back(self.clock(), limit - writing)
+        if self.planner.through or self.mover.backlog == 0:
+            self._write_back(durable)
 
-    def _write_back_blocks(self) -> int:
-        return self._batch * self._limits.threads
+    def _write_back(self, durable: int) -> None:
+        """Want dirty blocks written, as many as keep all threads busy."""
+        now = self.clock()
+        self.planner.pins.expire(now)
+        free = self._batch * self._limits.threads - len(self.planner.res.levels[durable].writing)
+        if free > 0:
+            self.planner.room.write_back(now, free)
 
     def _drain(self) -> Effects:
         """Collect what the planner wants; index changes are queued before the lock is given up."""
@@ -248,12 +259,16 @@ class Engine:
         return effects
 
     def _committed(self, ticket: int, ok: bool) -> None:
+        effects = Effects()
         with self.lock:
-            self._acknowledged = ticket
-            self.planner.committed(ticket, ok, self.clock())
-            if ok:
-                self._background()
-            effects = self._drain() if ok else Effects()
-            self._ends += 1
-            self._changed.notify_all()
+            self._acknowledged = max(self._acknowledged, ticket)
+            try:
+                self.planner.committed(ticket, ok, self.clock())
+                if ok and not self._closed:
+                    self._stalled = False
+                    self._background()
+                    effects = self._drain()
+            finally:
+                self._ends += 1
+                self._changed.notify_all()
         self._start(effects.moves)

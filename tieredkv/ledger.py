@@ -165,8 +165,7 @@ class Ledger:
         ticket = self._next_ticket
         self._next_ticket += 1
         self._tickets[ticket] = Ticket(self.epoch, puts, deleted)
-        deletes = [(key, generation) for key, generation, _ in deleted]
-        return Effects(moves, IndexOp(ticket, puts, deletes))
+        return Effects(moves, IndexOp(ticket, puts, deleted))
 
     @property
     def last_ticket(self) -> int:
@@ -187,14 +186,20 @@ class Ledger:
         )
 
     def durable(self, key: bytes) -> bool | None:
-        """True if the durable tier has the block, False if it may still come, None if not."""
+        """True if the durable tier has the block, False if it is on its way, None if not."""
         run, tier = self.res.tree.find(key), self.res.durable
         if run is None or tier is None:
             return None
         slots = run.slots[tier]
         if slots is not None and slots[run.keys.index(key)] != ABSENT:
             return True
-        return None if run.id in self.res.declined else False
+        coming = not run.visible or run.busy[tier] or run.id in self.res.dirty
+        return False if coming else None
+
+    def lacking(self, upto: int, now: float) -> bool:
+        """Does any run up to this generation lack durable blocks that admission wants?"""
+        runs = (self.res.tree.runs[run] for run in self.res.declined)
+        return any(r.generation <= upto and self.room.admitted(r, now) for r in runs)
 
     def committed(self, ticket: int, ok: bool, now: float) -> None:
         """The index change is on disk (`ok`) or failed and left the disk as it was."""
@@ -205,11 +210,12 @@ class Ledger:
             return  # a reset came first: it took all records and returned all slots
         pool = self.res.levels[tier].pool
         if ok:
-            slots = [slot for _, _, slot in entry.deletes if slot != ABSENT]
+            slots = [deletion.slot for deletion in entry.deletes if deletion.reuse]
             pool.expected -= len(slots)
             pool.give(slots)
         else:
             self.res.deleted.extend(entry.deletes)  # their records live on: so must their slots
+            self.room.refused += len(entry.puts)
             for piece in entry.puts:
                 for key, slot in zip(piece.keys, piece.slots, strict=True):
                     self.lose(key, piece.generation, tier, slot, withdraw=False)
@@ -262,7 +268,7 @@ class Ledger:
             for ticket in self._tickets.values():
                 if ticket.epoch == self.epoch:  # the others' slots came back with their reset
                     gone += ticket.deletes
-            pool.give([slot for _, _, slot in gone if slot != ABSENT])
+            pool.give([deletion.slot for deletion in gone if deletion.reuse])
             pool.expected = 0
             self.epoch, self._pieces = epoch, []
         if self.res.events is not None:
@@ -305,7 +311,7 @@ class Ledger:
                 waiting += [
                     d for t in self._tickets.values() if t.epoch == self.epoch for d in t.deletes
                 ]
-                slots = [slot for _, _, slot in waiting if slot != ABSENT]
+                slots = [deletion.slot for deletion in waiting if deletion.reuse]
                 if len(slots) != level.pool.expected:
                     problems.append(
                         f"{level.name} expects {level.pool.expected} slots, not {len(slots)}"

@@ -50,22 +50,31 @@ class Transfer:
         self.parts = [(lo, min(lo + part, len(move))) for lo in range(0, len(move), part)]
         self._open = len(self.parts)
         self._active = 0
+        self._finished = not self.parts
 
     def run(self, lo: int, hi: int) -> None:
-        """Copy the blocks [lo, hi); never raises."""
-        move = self.move
+        """Copy the blocks [lo, hi). Raises nothing but interrupts, and then it has ended too."""
         with self._ended:
             self._active += 1
-        read = write = [Outcome.BUSY] * (hi - lo)
+        failed = [Outcome.FAILED] * (hi - lo)
+        read = write = failed
         try:
-            if not self.expired:
-                read, write = self._copy(move, lo, hi)
+            if self.expired:
+                read = write = [Outcome.BUSY] * (hi - lo)
+            else:
+                read, write = self._copy(self.move, lo, hi)
         except Exception:  # a plug-in that breaks its contract must not take a thread down
-            log.exception("tier raised while moving %d blocks", hi - lo)
-            read = write = [Outcome.FAILED] * (hi - lo)
+            if not self.expired:  # else its buffers were taken away
+                log.exception("tier raised while moving %d blocks", hi - lo)
+        finally:
+            self._end_part(lo, hi, read, write)
+
+    def _end_part(self, lo: int, hi: int, read: Outcomes, write: Outcomes) -> None:
+        move = self.move
         with self._ended:
-            if self.expired and move.src is None:  # the buffers may have changed under the copy
-                write = [Outcome.BUSY if outcome is Outcome.OK else outcome for outcome in write]
+            if self.expired and (move.src is None or move.dst is None):
+                # the caller's buffers were taken away under the copy: it proves nothing
+                read = write = [Outcome.BUSY] * (hi - lo)
             if move.src is not None:
                 self.read[lo:hi] = read
             if move.dst is not None:
@@ -75,9 +84,12 @@ class Transfer:
             last = not self._open
         if last:
             self._buffers = None
-            self._done(self)
-            with self._ended:
-                self._ended.notify_all()
+            try:
+                self._done(self)
+            finally:
+                with self._ended:
+                    self._finished = True
+                    self._ended.notify_all()
 
     def run_all(self) -> None:
         for lo, hi in self.parts:
@@ -95,7 +107,7 @@ class Transfer:
         run. Returns the outcomes known by then.
         """
         with self._ended:
-            self._ended.wait_for(lambda: not self._open, max(0.0, timeout))
+            self._ended.wait_for(lambda: self._finished, max(0.0, timeout))
             if self._open:
                 self.expired = True
                 if isinstance(self._buffers, RevocableViews):
@@ -104,8 +116,8 @@ class Transfer:
 
     @property
     def running(self) -> bool:
-        """Some part has not ended, or not even begun."""
-        return self._open > 0
+        """Some part has not ended, or not even begun, or `done` has not returned."""
+        return not self._finished
 
     @property
     def active(self) -> int:

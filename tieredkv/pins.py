@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from tieredkv.index.prefix_tree import PrefixTree, Run
 
+SWEEP = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Pin:
@@ -29,6 +31,9 @@ class Pins:
         self._pins: dict[int, Pin] = {}
         self._expiry: list[tuple[float, int]] = []
         self._next_id = 1
+        self._turns: dict[bytes, int] = {}
+        """Pins by `hold`: deepest block -> pin."""
+        self._sweep_at = SWEEP
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -41,12 +46,35 @@ class Pins:
         heapq.heappush(self._expiry, (expires, pin))
         run.pins = run.pins or {}
         run.pins[pin] = depth
+        if len(self._pins) > self._sweep_at:
+            self._sweep()
         return pin
+
+    def _sweep(self) -> None:
+        """End the pins whose blocks are gone: deleted, cleared or lost."""
+        for pin, entry in list(self._pins.items()):
+            run = self._tree.find(entry.key)
+            if run is None or not run.pins or pin not in run.pins:
+                self.release(pin)
+        self._sweep_at = 2 * len(self._pins) + SWEEP
+
+    def hold(self, run: Run, depth: int, expires: float) -> None:
+        """Like `add`, but one pin per deepest block: a later call moves its end."""
+        key = run.keys[depth - run.start - 1]
+        earlier = self._turns.get(key)
+        pin = self.add(run, depth, expires)
+        if earlier is not None:
+            self.release(earlier)
+        self._turns[key] = pin
 
     def release(self, pin: int) -> None:
         """End a pin; one that has ended already is ignored."""
         entry = self._pins.pop(pin, None)
-        run = None if entry is None else self._tree.find(entry.key)
+        if entry is None:
+            return
+        if self._turns.get(entry.key) == pin:
+            del self._turns[entry.key]
+        run = self._tree.find(entry.key)
         if run is not None and run.pins:
             run.pins.pop(pin, None)  # absent when the block was deleted and stored anew
             run.pins = run.pins or None

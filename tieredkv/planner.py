@@ -114,6 +114,8 @@ class Planner(Ledger):
             if run.id not in self.res.tree.runs:
                 return self.plan_put(keys, start, turn, now, force=force)
             pending = not run.visible
+        for level in self.res.levels:
+            level.expect(keys[known])
         shares, wait = self._share(len(keys) - known, run, now, force)
         if run is not None and (run.id not in self.res.tree.runs or run.end != known):
             return self.plan_put(keys, start, turn, now, force=force)  # it took its own chain
@@ -172,7 +174,8 @@ class Planner(Ledger):
         levels = self.res.levels
         return (
             bool(self.room.moves)
-            or levels[tier].pool.expected + levels[tier].pool.doomed > 0
+            or levels[tier].pool.doomed > 0
+            or any(level.pool.expected for level in levels[tier:])
             or any(level.writing for level in levels[tier + 1 :])
         )
 
@@ -260,8 +263,8 @@ class Planner(Ledger):
                 if fresh and node.fastest(offset) > tier and node.keys[offset] not in writing:
                     found.append((node, offset))
                 position = next(positions, None)
-        got = self.budget.take(len(found), now)
-        got = self.room.make(tier, got, now, leaf_on_path(run, tier))
+        got = self.budget.available(len(found), now)
+        got = self.budget.take(self.room.make(tier, got, now, leaf_on_path(run, tier)), now)
         slots = self.res.levels[tier].pool.take(got)
         for (node, offset), slot in zip(found[:got], slots, strict=True):
             source = node.fastest(offset) if held is None else None
@@ -292,6 +295,12 @@ class Planner(Ledger):
             return None, 0
         return self.pins.add(run, blocks, now + ttl), blocks
 
+    def hold(self, keys: Sequence[bytes], ttl: float, now: float) -> None:
+        """Like `pin`, for the ttl of a turn: the next turn of the same chain replaces it."""
+        blocks, run = self.res.tree.match(keys, visible=True)
+        if run is not None:
+            self.pins.hold(run, blocks, now + ttl)
+
     def session_run(self, session: str) -> Run | None:
         key = self._sessions.get(session)
         return None if key is None else self.res.tree.find(key)
@@ -300,7 +309,8 @@ class Planner(Ledger):
         """Attach what ended the turn to the run that the session wrote last."""
         run = self.session_run(session)
         if run is not None:
-            run.turn = replace(run.turn or Turn(session), **facts)  # type: ignore[arg-type]
+            known = {name: fact for name, fact in facts.items() if fact is not None}
+            run.turn = replace(run.turn or Turn(session), **known)  # type: ignore[arg-type]
 
     def end_session(self, session: str, now: float) -> None:
         """The session will not come back: its last run is the next to go."""

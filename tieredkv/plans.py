@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tieredkv.index.record import Piece
+from tieredkv.index.record import Deletion, Piece
 from tieredkv.types import Move
 
 
@@ -27,8 +27,7 @@ class IndexOp:
 
     ticket: int
     puts: list[Piece]
-    deletes: list[tuple[bytes, int]]
-    """(key, generation)"""
+    deletes: list[Deletion]
 
 
 @dataclass(slots=True)
@@ -41,11 +40,11 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """An index change on its way: what was put, and (key, generation, slot) that was deleted."""
+    """An index change on its way."""
 
     epoch: int
     puts: list[Piece]
-    deletes: list[tuple[bytes, int, int]]
+    deletes: list[Deletion]
 
 
 class TokenBucket:

@@ -14,6 +14,7 @@ from tieredkv.errors import CapacityError
 from tieredkv.events import EventKind, EventLog
 from tieredkv.eviction.base import Access, EvictionPolicy, Kind
 from tieredkv.index.prefix_tree import ABSENT, PrefixTree, Run
+from tieredkv.index.record import Deletion
 from tieredkv.index.slots import SlotPool
 
 
@@ -27,6 +28,8 @@ class Level:
     durable: bool = False
     accepts: bool = True
     """False: nothing is written to it any more (write policy `off`)."""
+    expect: Callable[[bytes], None] = field(init=False)
+    """Tells the policy which block is about to come, if it wants to know."""
     pool: SlotPool = field(init=False)
     writing: dict[bytes, int] = field(default_factory=dict)
     """Blocks whose copy is being written: key -> generation."""
@@ -37,6 +40,7 @@ class Level:
                 f"tier {self.name!r} has no room for a single block: raise its capacity"
             )
         self.pool = SlotPool(self.slots)
+        self.expect = getattr(self.policy, "expect", lambda key: None)
 
 
 class Residency:
@@ -52,8 +56,8 @@ class Residency:
         """Visible runs with blocks that were never written to the durable tier, oldest first."""
         self.declined: set[int] = set()
         """Those of them that admission or a full tier turned down, until they are hit."""
-        self.deleted: list[tuple[bytes, int, int]] = []
-        """(key, generation, slot or ABSENT) of durable copies removed since `take_deleted`."""
+        self.deleted: list[Deletion] = []
+        """Durable copies removed since `take_deleted`."""
 
     # -- copies ---------------------------------------------------------------------------
 
@@ -139,17 +143,19 @@ class Residency:
                 level.pool.lose(slot)
         if level.durable:
             self.deleted.extend(
-                (key, run.generation, ABSENT if lose else slot)
+                Deletion(key, run.generation, slot, not lose)
                 for key, slot in zip(keys, slots, strict=True)
             )
             level.pool.expected += 0 if lose else len(slots)
+            if run.visible and level.accepts and run.id not in self.dirty:
+                self.declined.add(run.id)
         elif not lose:
             level.pool.give(slots)
         self._presence(run, tier, was)
         if self.events is not None:
             self.events.add(EventKind.REMOVED, level.name, keys)
 
-    def take_deleted(self) -> list[tuple[bytes, int, int]]:
+    def take_deleted(self) -> list[Deletion]:
         deleted, self.deleted = self.deleted, []
         return deleted
 

@@ -45,7 +45,7 @@ class Room:
         """Runs that the durable tier should have got and could not take."""
 
     def make(
-        self, tier: int, blocks: int, now: float, protect: Run | None = None, *, force: bool = False
+        self, tier: int, blocks: int, now: float, *protect: Run | None, force: bool = False
     ) -> int:
         """Evict until `blocks` slots are free; how many of them are. Never evicts `protect`."""
         pool = self.res.levels[tier].pool
@@ -53,7 +53,7 @@ class Room:
         if wanted > 0:
 
             def keep(run: Run) -> int:
-                if run is protect:
+                if run in protect:
                     return run.count[tier]
                 free = self._evictable(run, tier, wanted, now, force)
                 return run.count[tier] - self._unheld(run, tier, free)
@@ -87,10 +87,10 @@ class Room:
             return run.count[tier] if run is leaf or not run.visible else self._pinned(run, tier)
 
         for run, count in self.res.victims(tier, blocks, now, keep):
-            if lower == self.res.durable:
-                self.write_chain(run, now, blocks)
-            else:
+            if lower != self.res.durable:
                 self._copy_down(run, tier, count, now, protect)
+            elif run.id not in self.res.declined:
+                self.write_chain(run, now, blocks, protect)
 
     def write_back(self, now: float, blocks: int) -> None:
         """Want the oldest blocks that the durable tier lacks written, up to about `blocks`."""
@@ -98,7 +98,7 @@ class Room:
             run = self.res.tree.runs[run_id]
             if blocks <= 0:
                 return
-            admitted = self._admitted(run, now)
+            admitted = self.admitted(run, now)
             wrote = self.write_chain(run, now, blocks) if admitted else 0
             if wrote == 0:
                 self.refused += admitted
@@ -111,7 +111,7 @@ class Room:
             del self.res.dirty[run.id]
             self.res.declined.add(run.id)
 
-    def write_chain(self, run: Run, now: float, limit: int) -> int:
+    def write_chain(self, run: Run, now: float, limit: int, protect: Run | None = None) -> int:
         """Want `run` written to the durable tier, its missing ancestors first.
 
         Returns the blocks on their way; 0 if admission or a full tier turns the run down,
@@ -127,11 +127,11 @@ class Room:
                 return -1
             path.append(node)
             node = node.parent
-        if not path or not self._admitted(run, now):
+        if not path or not self.admitted(run, now):
             return 0
         anchor = leaf_on_path(path[-1], tier)
         blocks = min(limit, sum(len(r.keys) - r.count[tier] for r in path))
-        blocks = self.make(tier, blocks, now, anchor)
+        blocks = self.make(tier, blocks, now, anchor, leaf_on_path(protect, tier))
         if not blocks:
             return -1 if self.res.levels[tier].pool.expected else 0
         return self._issue(islice(self._missing(path, tier), blocks), tier)
@@ -252,9 +252,11 @@ class Room:
         lower = tier + 1
         if lower >= len(self.res.levels) or not self.res.levels[lower].accepts:
             return False
-        return lower != self.res.durable or self._admitted(run, now)
+        if lower != self.res.durable:
+            return True
+        return run.id not in self.res.declined and self.admitted(run, now)
 
-    def _admitted(self, run: Run, now: float) -> bool:
+    def admitted(self, run: Run, now: float) -> bool:
         if self.admission is None:
             return True
         blocks = len(run.keys) - (

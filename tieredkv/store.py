@@ -25,6 +25,7 @@ from tieredkv.snapshot import snapshot
 from tieredkv.types import Clock, Fingerprint, Match, Outcome, Turn
 
 ASYNC_THREADS = 4
+CLOSE_FLOOR = 1.0  # seconds for what nearly always ends at once, when the write-back took all
 
 
 class TieredKVStore:
@@ -64,6 +65,7 @@ class TieredKVStore:
         self._wrap = wrap_tier
         self._opening = threading.Lock()
         self._closed = False
+        self._closed_well = False
         self._core: Core | None = None
         self.metrics = Metrics(config.block_tokens, self.stats)
         load_policies(config)
@@ -273,24 +275,23 @@ class TieredKVStore:
             limit = arguments.seconds("timeout", timeout)
         with self._opening:
             if self._closed:
-                return True
+                return self._closed_well
             self._closed = True
         deadline = time.monotonic() + limit
 
         def left() -> float:
             return max(0.0, deadline - time.monotonic())
 
-        good = self._puts.close(left()) and self._gets.close(left())
+        good = self._puts.close(left()) & self._gets.close(left())
         if self._core is not None:
             good &= self._core.flush(left())
-            ended = self._core.close(left())
+            ended = self._core.close(max(left(), CLOSE_FLOOR))
         else:
             ended = self._mover.close(left())
-            if self._disk is not None:
-                ended &= self._disk.index.close(left())
-        if ended and self._disk is not None:
-            self._disk.directory.close()
-        return good and ended
+        if self._disk is not None:
+            ended = self._disk.close(max(left(), CLOSE_FLOOR)) if ended else ended
+        self._closed_well = good and ended
+        return self._closed_well
 
     def __enter__(self) -> Self:
         return self
@@ -333,6 +334,8 @@ class TieredKVStore:
         future: Future[list[Outcome]] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # cancelled in time: the buffers were never touched
             try:
                 future.set_result(job())
             except Exception as error:  # the future carries it to the caller

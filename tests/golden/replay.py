@@ -32,9 +32,7 @@ def key_of(name: str) -> bytes:
     return name.encode().ljust(32, b".")
 
 
-def play(
-    requests: Iterable[tuple[float, Names]], policy: str, *, dram: int, hbm: int = 0
-) -> Story:
+def play(requests: Iterable[tuple[float, Names]], policy: str, *, dram: int, hbm: int = 0) -> Story:
     """Each request gets what is stored of its chain and puts all of it."""
     tiers: list[dict[str, Any]] = []
     if hbm:

@@ -24,7 +24,7 @@ from tests.nvme.world import key_of
 from tieredkv.errors import ClosedError, DirectoryError, DirectoryInUse, FormatError, UsageError
 from tieredkv.executor import DaemonExecutor
 from tieredkv.index.durable import DurableIndex
-from tieredkv.index.record import ROOT, ROW, Piece, assemble, encode
+from tieredkv.index.record import ROOT, ROW, Deletion, Piece, assemble, encode
 from tieredkv.testing import StepExecutor
 
 
@@ -35,7 +35,7 @@ class World:
         self.path = path
         self.executor = StepExecutor()
         self.answers: list[tuple[str, bool]] = []
-        self.generations: dict[bytes, int] = {}
+        self.records: dict[bytes, Deletion] = {}
         self.index = self.open()
         self.index.set_block_bytes(4096)
 
@@ -49,8 +49,9 @@ class World:
 
     def submit(self, puts: list[Piece], deletes: list[bytes] = [], name: str = "") -> None:  # noqa: B006
         for put in puts:
-            self.generations.update(dict.fromkeys(put.keys, put.generation))
-        named = [(key, self.generations[key]) for key in deletes]
+            for key, slot in zip(put.keys, put.slots, strict=True):
+                self.records[key] = Deletion(key, put.generation, slot)
+        named = [self.records[key] for key in deletes]
         self.index.submit(puts, named, lambda ok: self.answers.append((name, ok)))
 
     def commit(self, puts: list[Piece], deletes: list[bytes] = []) -> bool:  # noqa: B006
@@ -107,14 +108,18 @@ def test_a_put_replaces_and_touches(world: World) -> None:
     assert found.keys == [key_of(n) for n in range(3)]
 
 
-def test_a_late_deletion_spares_the_next_generation(world: World) -> None:
-    assert world.commit([piece(0, 2, generation=1)])
+@pytest.mark.parametrize("old", [{"generation": 1}, {"slots": [8, 9]}])
+def test_a_late_deletion_spares_what_came_after(old: dict[str, Any], world: World) -> None:
     newer = piece(0, 2, generation=2)
-    world.index.submit([newer], [(newer.keys[1], 1)], lambda ok: None)
-    world.index.submit([], [(newer.keys[0], 1)], lambda ok: None)
+    before = piece(0, 2, **{"generation": 2, **old})
+    assert world.commit([before])
+    late = [Deletion(before.keys[i], before.generation, before.slots[i]) for i in (0, 1)]
+    world.index.submit([newer], late[1:], lambda ok: None)
+    world.index.submit([], late[:1], lambda ok: None)
     world.executor.run_all()
     assert world.index.load(10) == [newer]
-    world.index.submit([], [(newer.keys[1], 2)], lambda ok: None)
+    assert world.commit([], [])
+    world.index.submit([], [Deletion(newer.keys[1], 2, newer.slots[1])], lambda ok: None)
     world.executor.run_all()
     assert world.keys() == {newer.keys[0]}
 

@@ -27,7 +27,7 @@ from tests.nvme.world import (
     segment_file,
     sources,
 )
-from tieredkv.buffers import revocable, revoke
+from tieredkv.buffers import RevocableViews
 from tieredkv.errors import BlockSizeError, CapacityError, ClosedError, DirectoryError, UsageError
 from tieredkv.testing import TierSuite
 from tieredkv.tiers.base import Tier
@@ -401,12 +401,12 @@ def test_views_released_at_a_deadline_are_busy(tmp_path: Path) -> None:
         with opened(tmp_path / str(size), size) as tier:
             put(tier, range(4))
             memory = np.zeros((4, size), np.uint8)
-            views = revocable(memory)
+            views = RevocableViews(memory)
             views[1].release()
             b = batch(range(4))
             assert tier.read(b, views) == [OK, BUSY, OK, OK]
             assert tier.write(b, views)[1] is BUSY
-            assert revoke(views) == 0  # nothing of ours is left behind
+            assert views.revoke() == 0  # nothing of ours is left behind
             assert tier.read(b, views) == [BUSY] * 4
 
 

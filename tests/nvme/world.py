@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tieredkv.index.durable import DurableIndex
-from tieredkv.index.record import ROOT, Piece
+from tieredkv.index.record import ROOT, Deletion, Piece
 from tieredkv.testing import StepExecutor
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
@@ -109,8 +109,12 @@ class MiniStore:
     def commit(self, puts: Sequence[Piece], deletes: Sequence[bytes]) -> bool:
         answers: list[bool] = []
         pieces = self.index.load(1 << 32, prune=False) if deletes else []
-        numbers = {key: piece.generation for piece in pieces for key in piece.keys}
-        named = [(key, numbers[key]) for key in deletes]
+        named = [
+            Deletion(key, piece.generation, slot)
+            for piece in pieces
+            for key, slot in zip(piece.keys, piece.slots, strict=True)
+            if key in deletes
+        ]
         self.index.submit(puts, named, answers.append)
         self.executor.run_all()
         return answers == [True]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieredkv.buffers import host_blocks, revocable, revoke
+from tieredkv.buffers import RevocableViews, host_blocks
 from tieredkv.errors import BlockSizeError, UsageError
 from tieredkv.tiers.dram import DramTier
 from tieredkv.types import Batch, Outcome
@@ -194,39 +194,39 @@ def test_revoked_views_cannot_be_used(kind: str) -> None:
         "list of arrays": list(memory),
         "stack": memory,
     }[kind]
-    views = revocable(host_blocks(out, 3, writable=True).buffers)
+    views = RevocableViews(host_blocks(out, 3, writable=True).buffers)
     views[1][:2] = b"hi"
     assert bytes(out[1][:2]) == b"hi"
-    assert revoke(views) == 0
+    assert views.revoke() == 0
     for view in views:
         with pytest.raises(ValueError, match="released"):
             view[:2] = b"no"
-    assert revoke(views) == 0
+    assert views.revoke() == 0
 
 
 @pytest.mark.parametrize("derive", [lambda v: v[4:], lambda v: np.frombuffer(v, np.uint8)])
 def test_derived_views_count_as_in_use(derive: Any) -> None:
     out = [bytearray(SIZE) for _ in range(3)]
-    views = revocable(host_blocks(out, 3, writable=True).buffers)
+    views = RevocableViews(host_blocks(out, 3, writable=True).buffers)
     late = [derive(views[1])]
-    assert revoke(views) == 1
-    assert revoke(views) == 1
+    assert views.revoke() == 1
+    assert views.revoke() == 1
     late.clear()
-    assert revoke(views) == 0
+    assert views.revoke() == 0
 
 
 @pytest.mark.parametrize("derive", [lambda v: v, lambda v: v[: SIZE // 2]], ids=["whole", "slice"])
 def test_a_view_inside_a_system_call_counts_as_in_use(derive: Any) -> None:
     reader, writer = os.pipe()
     out = [bytearray(SIZE) for _ in range(2)]
-    views = revocable(host_blocks(out, 2, writable=True).buffers)
+    views = RevocableViews(host_blocks(out, 2, writable=True).buffers)
     worker = threading.Thread(target=lambda: os.readv(reader, [derive(views[0])]), daemon=True)
     worker.start()
     assert _wait_asleep(worker)
-    assert revoke(views) == 1
+    assert views.revoke() == 1
     os.write(writer, b"x" * SIZE)
     worker.join(10)
-    assert revoke(views) == 0
+    assert views.revoke() == 0
     assert out[1] == bytearray(SIZE)
     os.close(reader)
     os.close(writer)
@@ -246,7 +246,7 @@ def _wait_asleep(thread: threading.Thread) -> bool:
 
 
 def test_read_only_sources_are_revocable() -> None:
-    views = revocable(host_blocks([b"ab", b"cd"], 2, writable=False).buffers)
+    views = RevocableViews(host_blocks([b"ab", b"cd"], 2, writable=False).buffers)
     assert bytes(views[0]) == b"ab"
     assert views[0].readonly
-    assert revoke(views) == 0
+    assert views.revoke() == 0

@@ -17,7 +17,7 @@ from tieredkv.errors import DirectoryError
 from tieredkv.executor import DaemonExecutor
 from tieredkv.index.damage import DamagedIndex
 from tieredkv.index.durable import DurableIndex
-from tieredkv.index.record import Piece
+from tieredkv.index.record import Deletion, Piece
 from tieredkv.tiers.nvme.directory import LEFTOVER, Directory
 from tieredkv.tiers.nvme.segment import SLOT_MAGIC
 from tieredkv.tiers.nvme.tier import NvmeTier
@@ -172,8 +172,13 @@ def _verify(
     report.leftovers = _leftovers(tiers, pieces)
     if repair and not report.good:
         answers: list[bool] = []
-        numbers = {key: piece.generation for piece in pieces for key in piece.keys}
-        index.submit([], [(key, numbers[key]) for key in bad], answers.append)
+        records = [
+            Deletion(key, piece.generation, slot)
+            for piece in pieces
+            for key, slot in zip(piece.keys, piece.slots, strict=True)
+            if key in bad
+        ]
+        index.submit([], records, answers.append)
         report.repaired = index.flush(TIMEOUT) and answers == [True]
 
 

@@ -7,16 +7,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tieredkv.index.record import Piece
+from tieredkv.index.record import Deletion, Piece
 
 log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """Puts, then deletions of (key, generation), and who wants to know."""
+    """Puts, then deletions, and who wants to know."""
 
     puts: Sequence[Piece]
-    deletes: Sequence[tuple[bytes, int]]
+    deletes: Sequence[Deletion]
     done: Callable[[bool], None]
 
 

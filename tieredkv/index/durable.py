@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from tieredkv.executor import Executor
 from tieredkv.index.changes import Change, PendingChanges
 from tieredkv.index.damage import DamagedIndex, set_aside
 from tieredkv.index.environment import Environment, Transaction, TransactionFailed
-from tieredkv.index.record import GENERATION_AT, ROW, Assembly, Piece, assemble, encode, retired
+from tieredkv.index.record import ROW, Assembly, Deletion, Piece, assemble, encode, names
 
 log = logging.getLogger(__name__)
 
@@ -146,12 +147,12 @@ class DurableIndex:
     def submit(
         self,
         puts: Sequence[Piece],
-        deletes: Sequence[tuple[bytes, int]],
+        deletes: Sequence[Deletion],
         done: Callable[[bool], None],
     ) -> None:
         """Queue puts and then deletions; `done(True)` once they would survive a power loss.
 
-        A deletion names (key, generation): a record of the key with another generation stays.
+        A deletion names generation and slot: another record of the same key stays.
 
         Never blocks. Changes are applied in the order of the calls. `done(False)` means
         that nothing of the transaction was applied. A put replaces the record of its key.
@@ -291,7 +292,8 @@ class DurableIndex:
             for change in changes:
                 for piece in change.puts:
                     txn.put(encode(piece, self._epoch, self._block_bytes or 0))
-                txn.retire(retired(change.deletes), GENERATION_AT)
+                for deletion in change.deletes:
+                    txn.delete_if(deletion.key, partial(names, deletion=deletion))
 
         try:
             self._write(work, forgets=not any(change.puts for change in changes))

@@ -48,12 +48,11 @@ class Transaction:
         for key in keys:
             self._txn.delete(key, db=self._blocks)
 
-    def retire(self, records: Sequence[tuple[bytes, bytes]], at: int) -> None:
-        """Delete each (key, mark) whose value has `mark` at offset `at`: not its successor."""
-        for key, mark in records:
-            value = self._txn.get(key, db=self._blocks)
-            if value is not None and value[at : at + len(mark)] == mark:
-                self._txn.delete(key, db=self._blocks)
+    def delete_if(self, key: bytes, condition: Callable[[bytes], bool]) -> None:
+        """Delete the record of `key` if its value satisfies the condition."""
+        value = self._txn.get(key, db=self._blocks)
+        if value is not None and condition(value):
+            self._txn.delete(key, db=self._blocks)
 
     def drop_all(self) -> None:
         """Delete all records, not the metadata."""

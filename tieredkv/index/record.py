@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,6 @@ RECORD = np.dtype(
     ]
 )
 """The value of one block: 72 bytes, little-endian."""
-
-GENERATION_AT = 32
-"""Offset of the generation in a value."""
 
 ROW = np.dtype([("key", "S32"), *((name, RECORD[name]) for name in RECORD.names or ())])
 """A key followed by its value."""
@@ -60,6 +57,16 @@ class Piece:
     """Seconds: when the blocks were first stored."""
     last: float
     """Seconds: when they were last used."""
+
+
+class Deletion(NamedTuple):
+    """The end of one block in one slot. A later record of the key is another block's."""
+
+    key: bytes
+    generation: int
+    slot: int
+    reuse: bool = True
+    """The slot may be used again once this is committed."""
 
 
 @dataclass(slots=True)
@@ -100,9 +107,10 @@ def encode(piece: Piece, epoch: int, length: int) -> list[tuple[bytes, bytes]]:
     return list(zip(piece.keys, values, strict=True))
 
 
-def retired(deletes: Sequence[tuple[bytes, int]]) -> list[tuple[bytes, bytes]]:
-    """(key, generation as it stands in a value)."""
-    return [(key, generation.to_bytes(8, "little")) for key, generation in deletes]
+def names(value: bytes, deletion: Deletion) -> bool:
+    """Is this the record that the deletion is about?"""
+    row = np.frombuffer(value, RECORD, 1)[0]
+    return bool(row["generation"] == deletion.generation and row["slot"] == deletion.slot)
 
 
 def assemble(rows: Rows, slot_limit: int, epoch: int, length: int) -> Assembly:

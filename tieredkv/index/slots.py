@@ -92,7 +92,8 @@ class SlotPool:
 
     def lose(self, slot: int) -> None:
         """Withdraw an owned slot instead of giving it back."""
-        self._lost.add(slot)
+        if slot < self.limit:
+            self._lost.add(slot)
 
     def shrink(self, limit: int) -> None:
         """The medium has fewer slots than hoped; slots at and beyond `limit` are not handed out."""
