@@ -70,7 +70,11 @@ def open_disk(config: Config, fingerprint: Fingerprint) -> Disk | None:
     directory = Directory.open(tier.path, fingerprint, config.block_tokens)
     try:
         executor = DaemonExecutor(1, "tieredkv-index")
-        return Disk(directory, DurableIndex(directory.index_path, executor), executor)
+        try:
+            return Disk(directory, DurableIndex(directory.index_path, executor), executor)
+        except BaseException:
+            executor.close(1.0)
+            raise
     except BaseException:
         directory.close()
         raise

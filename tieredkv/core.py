@@ -57,7 +57,9 @@ class Core(Engine):
 
     def _plan_put(self, keys: Sequence[bytes], start: int, turn: Turn | None) -> PutPlan:
         """Plan, and wait a moment for demotions where only those can make room."""
-        patience = time.monotonic() + self._limits.room_wait
+        alone = self.planner.res.durable == 0  # then room comes with a commit, as the put itself
+        patience = self._limits.put_deadline if alone else self._limits.room_wait
+        patience += time.monotonic()
         force = self._stalled
         while True:
             with self.lock:

@@ -106,6 +106,8 @@ class Planner(Ledger):
         if start > known or known == len(keys):
             if run is not None and start <= known and not pending:
                 self.res.touch(run, now)
+                if self.through:
+                    self.res.want(run)
             return PutPlan(known, pending, [], 0)
         self.res.tree.check_new(keys[known:])
         if run is not None and known < run.end:  # first: only the part in use is protected

@@ -116,9 +116,18 @@ class Residency:
         if tier == self.durable and run.count[tier] == len(run.keys):
             self._clean(run)
 
-    def remove(self, run: Run, offsets: Sequence[int], tier: int, *, lose: bool = False) -> None:
+    def remove(
+        self,
+        run: Run,
+        offsets: Sequence[int],
+        tier: int,
+        *,
+        lose: bool = False,
+        evicted: bool = False,
+    ) -> None:
         """Take these copies (ascending offsets) out of the tier. Their slots return to the pool,
-        or wait in `deleted` for the commit that a durable tier needs; `lose` withdraws them."""
+        or wait in `deleted` for the commit that a durable tier needs; `lose` withdraws them.
+        `evicted`: the tier does not want them back."""
         level, mine = self.levels[tier], run.slots[tier]
         assert mine is not None
         was, first, count = run.present(tier), offsets[0], len(offsets)
@@ -147,7 +156,7 @@ class Residency:
                 for key, slot in zip(keys, slots, strict=True)
             )
             level.pool.expected += 0 if lose else len(slots)
-            if run.visible and level.accepts and run.id not in self.dirty:
+            if run.visible and level.accepts and not evicted and run.id not in self.dirty:
                 self.declined.add(run.id)
         elif not lose:
             level.pool.give(slots)
@@ -325,6 +334,12 @@ class Residency:
         parent.last = max(parent.last, run.last)
         parent.hits = max(parent.hits, run.hits)
         self._leaf_again(parent, tier)
+
+    def want(self, run: Run) -> None:
+        """Have the run written to the durable tier, whatever was decided before."""
+        if self._lacks(run):
+            self.declined.discard(run.id)
+            self.dirty[run.id] = None
 
     def _lacks(self, run: Run) -> bool:
         """Has the run blocks for a durable tier that takes any?"""

@@ -49,18 +49,20 @@ class Room:
     ) -> int:
         """Evict until `blocks` slots are free; how many of them are. Never evicts `protect`."""
         pool = self.res.levels[tier].pool
-        wanted = min(blocks, pool.limit) - pool.free - pool.expected
-        if wanted > 0:
 
-            def keep(run: Run) -> int:
-                if run in protect:
-                    return run.count[tier]
-                free = self._evictable(run, tier, wanted, now, force)
-                return run.count[tier] - self._unheld(run, tier, free)
+        def keep(run: Run) -> int:
+            if run in protect:
+                return run.count[tier]
+            free = self._evictable(run, tier, wanted, now, force)
+            return run.count[tier] - self._unheld(run, tier, free)
 
-            for run, count in self.res.victims(tier, wanted, now, keep):
+        while True:  # policies rank leaves only: when one has gone, its parent may be the next
+            wanted = min(blocks, pool.limit) - pool.free - pool.expected
+            victims = self.res.victims(tier, wanted, now, keep) if wanted > 0 else []
+            if not any(count for _, count in victims):
+                return min(blocks, pool.free)
+            for run, count in victims:
                 self._evict(run, tier, count)
-        return min(blocks, pool.free)
 
     def stays(self, run: Run, tier: int) -> bool:
         """Is the run complete in another tier, whatever is evicted from this one?"""
@@ -274,7 +276,7 @@ class Room:
         offsets = list(islice(run.tail(tier), count))[::-1]
         self.evicted[tier] += count
         last_copies = run.only(tier)
-        self.res.remove(run, offsets, tier)
+        self.res.remove(run, offsets, tier, evicted=True)
         edge = offsets[0] if last_copies else len(run.keys)
         while edge and not run.copies(edge - 1):
             edge -= 1

@@ -25,7 +25,7 @@ from tieredkv.snapshot import snapshot
 from tieredkv.types import Clock, Fingerprint, Match, Outcome, Turn
 
 ASYNC_THREADS = 4
-CLOSE_FLOOR = 1.0  # seconds for what nearly always ends at once, when the write-back took all
+CLOSE_FLOOR = 1.0  # seconds for what ends at once if nothing hangs
 
 
 class TieredKVStore:
@@ -70,9 +70,8 @@ class TieredKVStore:
         self.metrics = Metrics(config.block_tokens, self.stats)
         load_policies(config)
         self._disk = open_disk(config, fingerprint)
-        limits = config.mover
-        loads, stores = limits.load_queue, limits.store_queue
-        self._mover = _mover("mover", limits.threads, loads, stores)
+        loads, stores = config.mover.load_queue, config.mover.store_queue
+        self._mover = _mover("mover", config.mover.threads, loads, stores)
         # Whole calls wait for transfers, so they need threads that transfers do not use;
         # and gets others than puts, which may wait for room.
         self._gets = _mover("get", ASYNC_THREADS, loads, loads)
@@ -266,8 +265,8 @@ class TieredKVStore:
     def close(self, timeout: float | None = None) -> bool:
         """Write back what is to be durable, finish work in flight, release everything.
 
-        Waits at most `timeout` seconds (default `mover.close_deadline`); False if something
-        still hung or could not be written by then. Idempotent. Later calls raise ClosedError,
+        Waits `timeout` seconds (default `mover.close_deadline`) for the write-back, and a few
+        more if operations hang; False if something hung or could not be written. Idempotent. Later calls raise ClosedError,
         except `stats`, `check` and `take_events`.
         """
         limit = self.config.mover.close_deadline
@@ -279,17 +278,17 @@ class TieredKVStore:
             self._closed = True
         deadline = time.monotonic() + limit
 
-        def left() -> float:
-            return max(0.0, deadline - time.monotonic())
+        def left(least: float = CLOSE_FLOOR) -> float:
+            return max(least, deadline - time.monotonic())
 
         good = self._puts.close(left()) & self._gets.close(left())
         if self._core is not None:
-            good &= self._core.flush(left())
-            ended = self._core.close(max(left(), CLOSE_FLOOR))
+            good &= self._core.flush(left(0.0))
+            ended = self._core.close(left())
         else:
             ended = self._mover.close(left())
         if self._disk is not None:
-            ended = self._disk.close(max(left(), CLOSE_FLOOR)) if ended else ended
+            ended = self._disk.close(left()) if ended else ended
         self._closed_well = good and ended
         return self._closed_well
 

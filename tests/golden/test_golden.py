@@ -19,26 +19,24 @@ def timed(*chains: Names) -> list[tuple[float, Names]]:
 #  lru       -C    -A    -B    -D    -E    -C    -A    -B    -F      oldest use
 #  fifo      -A    -B    +     -C    -D    -E    -A    -B    -F      oldest birth
 #  lfu       -C    -D    -E    +     +     -C    -F    +     +       fewest hits (A 2, B 1)
-#  arc       -C    -D    -E    +     +     -C    -A    -B    -D
+#  arc       -C    -D    -A    -E    +     -C    -A    -F    +
 #
-# arc in detail (T1|T2, then ghosts B1|B2, target p of T1 in blocks; p moves after room has
-# been made, as the policy says):
-#   7  T1 = C is larger than p = 0: -C       D|A B     C|        p 0
-#   8  the same: -D                          E|A B     C D|      p 0
-#   9  the same: -E; C was a ghost of T1     |A B C    D E|      p 1
-#   10, 11 hits                              |C A B    D E|      p 1
-#   12 T1 is empty: oldest of T2, -C         F|A B     D E|C     p 1
-#   13 T1 = F is not larger than 1: -A;
-#      D was a ghost of T1                   F|B D     E|C A     p 2
-#   14 -B; A was a ghost of T2               F|D A     E|C B     p 1
-#   15 F is not larger than 1: -D;
-#      B was a ghost of T2                   F|A B     E|C D     p 0
+# arc in detail (T1|T2, ghosts B1|B2, target p of T1 in blocks, after the request):
+#   7  T1 = C is larger than p = 0: -C                      D|A B     C|        p 0
+#   8  the same: -D                                         E|A B     C D|      p 0
+#   9  C is a ghost of T1: p 1; T1 = E is not larger: -A    E|B C     D|A       p 1
+#   10 A is a ghost of T2: p 0; T1 = E is larger: -E        |B C A    D E|      p 0
+#   11 hit                                                  |C A B    D E|      p 0
+#   12 T1 is empty: -C                                      F|A B     D E|C     p 0
+#   13 D is a ghost of T1: p 1; F is not larger: -A         F|B D     E|C A     p 1
+#   14 A is a ghost of T2: p 0; F is larger: -F             |B D A    E F|C     p 0
+#   15 hit
 SINGLES = timed(*"ABCAABDECABFDAB")
 BY_HAND = {
     "lru": ([4, 5, 6], "CABDECABF"),
     "fifo": ([4, 5, 6, 9], "ABCDEABF"),
     "lfu": ([4, 5, 6, 10, 11, 14, 15], "CDECF"),
-    "arc": ([4, 5, 6, 10, 11], "CDECABD"),
+    "arc": ([4, 5, 6, 11, 15], "CDAECAF"),
 }
 
 
@@ -97,7 +95,7 @@ def test_two_tiers() -> None:
 # for, of which 14,501 have been asked for before. The hits are not worked out but frozen: a
 # change of them is a change of decisions, to be explained.
 ASKED, POTENTIAL = 15290, 14501
-FROZEN = {"lru": 12679, "fifo": 12674, "lfu": 10942, "arc": 12552}
+FROZEN = {"lru": 12691, "fifo": 12685, "lfu": 10965, "arc": 12632}
 
 
 @pytest.fixture(scope="module")

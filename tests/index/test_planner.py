@@ -103,8 +103,8 @@ class World:
             del self.pending[ticket]
             assert effects.index is not None
             if ok:
-                for key, _ in effects.index.deletes:
-                    self.records.pop(key, None)
+                for gone in effects.index.deletes:
+                    self.records.pop(gone[0], None)
                 for piece in effects.index.puts:
                     self.records.update(zip(piece.keys, piece.slots, strict=True))
             self.planner.committed(ticket, ok, self.now)

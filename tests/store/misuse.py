@@ -43,8 +43,8 @@ def with_keys(keys: Any) -> tuple[Act, ...]:
     return (
         lambda s: s.put(keys, blocks_of([b""] * count)),
         lambda s: s.put_async(keys, blocks_of([b""] * count)),
-        lambda s: s.get(keys, [bytearray(SIZE)] * count),
-        lambda s: s.get_async(keys, [bytearray(SIZE)] * count),
+        lambda s: s.get(keys, [bytearray(SIZE) for _ in range(count)]),
+        lambda s: s.get_async(keys, [bytearray(SIZE) for _ in range(count)]),
         lambda s: s.lookup(keys),
         lambda s: s.pin(keys),
         lambda s: s.prefetch(keys),
@@ -211,6 +211,14 @@ BUFFER = [
             lambda s: s.get(STORED, read_only()),
             lambda s: s.get(STORED, BLOCKS),
             lambda s: s.get_async(STORED, memoryview(b"x" * 4 * SIZE)),
+        ),
+    ),
+    Call(
+        "buffers of `out` that overlap",
+        UsageError,
+        (
+            lambda s: s.get(STORED, [bytearray(SIZE)] * len(STORED)),
+            lambda s: s.get_async(STORED, [bytearray(SIZE)] * len(STORED)),
         ),
     ),
     Call("a tensor without plain memory", UsageError, (lambda s: s.put(OTHER, meta()),)),
