@@ -92,7 +92,7 @@ class Room:
             if lower != self.res.durable:
                 self._copy_down(run, tier, count, now, protect)
             elif run.id not in self.res.declined:
-                self.write_chain(run, now, blocks, protect)
+                self.write_chain(run, now, max(blocks, self.low), protect)
 
     def write_back(self, now: float, blocks: int) -> None:
         """Want the oldest blocks that the durable tier lacks written, up to about `blocks`."""
