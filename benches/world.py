@@ -9,8 +9,8 @@ from itertools import count
 
 from tieredkv.eviction.lru import LruPolicy
 from tieredkv.planner import Planner
-from tieredkv.residency import Level, Residency
-from tieredkv.room import Room
+from tieredkv.planner.residency import Level, Residency
+from tieredkv.planner.room import Room
 from tieredkv.types import Outcome
 
 BLOCK_BYTES = 1 << 20

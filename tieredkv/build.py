@@ -24,9 +24,9 @@ from tieredkv.eviction.base import Admission, EvictionPolicy
 from tieredkv.executor import DaemonExecutor
 from tieredkv.index.durable import DurableIndex
 from tieredkv.planner import Planner
+from tieredkv.planner.residency import Level, Residency
+from tieredkv.planner.room import Room
 from tieredkv.plugins import ADMISSIONS, POLICIES, TIERS, load_plugin
-from tieredkv.residency import Level, Residency
-from tieredkv.room import Room
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from tieredkv.buffers import HostBlocks, RevocableViews
 from tieredkv.engine import Engine
 from tieredkv.mover import Transfer
-from tieredkv.plans import PutPlan
+from tieredkv.planner.plans import PutPlan
 from tieredkv.types import Move, Outcome, Turn
 
 ROOM_ROUNDS = 8  # demotions cascade through few tiers; a promotion is not worth more

@@ -19,7 +19,7 @@ from tieredkv.index.durable import DurableIndex
 from tieredkv.metrics import Metrics
 from tieredkv.mover import Mover, Transfer
 from tieredkv.planner import Planner
-from tieredkv.plans import Effects
+from tieredkv.planner.plans import Effects
 from tieredkv.tiers.base import Tier
 from tieredkv.types import Clock, Move, Outcome
 

@@ -15,11 +15,11 @@ from cachetools import LRUCache
 from tieredkv.errors import UsageError
 from tieredkv.eviction.base import Kind
 from tieredkv.index.prefix_tree import ABSENT, Run
-from tieredkv.ledger import Ledger
-from tieredkv.pins import Pins
-from tieredkv.plans import PutPlan, TokenBucket
-from tieredkv.residency import Residency
-from tieredkv.room import Room, leaf_on_path
+from tieredkv.planner.ledger import Ledger
+from tieredkv.planner.pins import Pins
+from tieredkv.planner.plans import PutPlan, TokenBucket
+from tieredkv.planner.residency import Residency
+from tieredkv.planner.room import Room, leaf_on_path
 from tieredkv.types import Match, Move, Turn
 
 SESSIONS = 1 << 16

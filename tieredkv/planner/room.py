@@ -13,7 +13,7 @@ from itertools import islice
 
 from tieredkv.eviction.base import Admission, Kind
 from tieredkv.index.prefix_tree import ABSENT, Run
-from tieredkv.residency import Residency
+from tieredkv.planner.residency import Residency
 from tieredkv.types import Move
 
 SCAN = 16  # runs that one background write-back looks at: bounds the time under the lock

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from tieredkv.events import EventKind
 from tieredkv.index.prefix_tree import ABSENT, Run
 from tieredkv.index.record import ROOT, Piece
-from tieredkv.plans import Effects, IndexOp, Ticket
-from tieredkv.residency import Residency
-from tieredkv.room import Room
+from tieredkv.planner.plans import Effects, IndexOp, Ticket
+from tieredkv.planner.residency import Residency
+from tieredkv.planner.room import Room
 from tieredkv.types import Move, Outcome
 
 
