@@ -21,6 +21,10 @@ def chain(keys: object, start: object = 0, *, every: bool = False) -> Sequence[b
         raise UsageError(f"start={start!r:.80}: pass an index into the {len(keys)} keys")
     found = keys if isinstance(keys, list | tuple) else list(keys)
     if found:
+        if every:  # the loop below is slower, and only it can say which key is bad
+            part = found[start:]
+            if set(map(type, part)) <= {bytes} and set(map(len, part)) <= {KEY_BYTES}:
+                return found
         for i in range(start, len(found)) if every else (0, len(found) - 1):
             key = found[i]
             if type(key) is not bytes or len(key) != KEY_BYTES:

@@ -261,6 +261,6 @@ class Core(Engine):
 
 def _cut(outcomes: list[Outcome]) -> None:
     """What was written behind a block that was not is not stored either: make that MISSING."""
-    bad = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.OK), None)
-    if bad is not None:
+    if outcomes.count(Outcome.OK) != len(outcomes):
+        bad = next(i for i, outcome in enumerate(outcomes) if outcome is not Outcome.OK)
         outcomes[bad:] = [Outcome.MISSING if o is Outcome.OK else o for o in outcomes[bad:]]

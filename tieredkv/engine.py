@@ -201,7 +201,8 @@ class Engine:
         """A transfer has really ended, on whatever thread."""
         move = transfer.move
         write = transfer.write
-        if not transfer.expired:  # nobody hurried it: trying again at once would change nothing
+        if Outcome.BUSY in write and not transfer.expired:
+            # nobody hurried it: trying again at once would change nothing
             write = [Outcome.FAILED if o is Outcome.BUSY else o for o in write]
         with self.lock:
             self._moving.pop(id(move), None)

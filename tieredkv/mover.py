@@ -183,7 +183,7 @@ def _checked(tier: Tier, outcomes: object, count: int) -> Outcomes:
     if (
         isinstance(outcomes, list)
         and len(outcomes) == count
-        and all(isinstance(outcome, Outcome) for outcome in outcomes)
+        and set(map(type, outcomes)) <= {Outcome}
     ):
         return outcomes
     log.error("tier %s answered %.80r for %d blocks", tier.name, outcomes, count)

@@ -321,8 +321,9 @@ class PrefixTree:
         what it holds, one that is copied in time does not. A shard's turn comes after it has
         taken about a quarter of its size in new blocks."""
         self._added += added
-        while self._added * 4 * SHARDS >= self.blocks + 4 * SHARDS * SHARDS:
-            self._added -= min(self._added, self.blocks // (4 * SHARDS) + 1)
+        interval = max(self.blocks // (4 * SHARDS), SHARDS)
+        while self._added >= interval:
+            self._added -= interval
             self._shards[self._next_shard] = dict(self._shards[self._next_shard])
             self._next_shard = (self._next_shard + 1) % SHARDS
 

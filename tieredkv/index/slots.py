@@ -67,6 +67,9 @@ class SlotPool:
 
     def give(self, slots: Sequence[int]) -> None:
         """Return slots. The order is kept, so that neighbours stay neighbours."""
+        if not self._held and max(slots, default=0) < self.limit:
+            self._free.extend(reversed(slots))
+            return
         for slot in reversed(slots):
             if slot in self._held:
                 self._doomed.add(slot)
