@@ -99,7 +99,7 @@ def _build(config: Config, blocks: int) -> int:
     if not disk.index.flush(TIMEOUT) or failed:
         raise RuntimeError(f"the index could not be written: {disk.index.last_error}")
     for segment in tier.segments.all().values():
-        segment.sync()
+        segment.sync(segment.mark())
     tier.close()
     disk.index.close(TIMEOUT)
     disk.directory.close()

@@ -71,9 +71,7 @@ class Core(Engine):
             self._start(effects.moves)
             if not plan.wait:
                 return plan
-            if time.monotonic() >= patience:
-                force = True
-            elif not self._await_end(seen, patience):
+            if time.monotonic() >= patience or not self._await_end(seen, patience):
                 force = self._stalled = True
 
     def _run_put(
@@ -84,10 +82,11 @@ class Core(Engine):
         deadline: float,
         outcomes: list[Outcome],
     ) -> None:
-        for move in moves:
-            lo = move.depths[0] - start
-            transfer = self._transfer(move, host, lo, lo + len(move))
-            outcomes[lo : lo + len(move)] = self._finish_here(transfer, deadline, load=False)
+        with self._ending([self._gather(move, host, start) for move in moves]) as transfers:
+            for transfer in transfers:
+                lo = transfer.move.depths[0] - start
+                result = self._finish_here(transfer, deadline, load=False)
+                outcomes[lo : lo + len(result)] = result
 
     def _join(
         self,
@@ -143,15 +142,15 @@ class Core(Engine):
             self._note(moves)
         outcomes = [Outcome.MISSING] * (len(keys) - start)
         hits: dict[str, int] = {}
-        transfers = [self._gather(move, host, start) for move in moves]
-        for transfer in transfers:  # what can block runs beside the memory copies
-            if not self._inline(transfer.move):
-                self._queue(transfer, load=True)
-        for transfer in transfers:
-            result = self._finish_here(transfer, deadline, load=True)
-            for depth, outcome in zip(transfer.move.depths, result, strict=True):
-                outcomes[depth - start] = outcome
-            hits[self.tiers[transfer.move.src or 0].name] = result.count(Outcome.OK)
+        with self._ending([self._gather(move, host, start) for move in moves]) as transfers:
+            for transfer in transfers:  # what can block runs beside the memory copies
+                if not self._inline(transfer.move):
+                    self._queue(transfer, load=True)
+            for transfer in transfers:
+                result = self._finish_here(transfer, deadline, load=True)
+                for depth, outcome in zip(transfer.move.depths, result, strict=True):
+                    outcomes[depth - start] = outcome
+                hits[self.tiers[transfer.move.src or 0].name] = result.count(Outcome.OK)
         if promote and any(move.src for move in moves):
             self._promote(keys, host, start, moves, outcomes)
         return outcomes, {tier: n for tier, n in hits.items() if n}
@@ -183,19 +182,24 @@ class Core(Engine):
         slower = sorted(held)
         with self.lock:
             tier = self.planner.promotion_target(len(slower))
-            if not slower or tier is None or not self.tiers[tier].inline:
+            if self._closed or not slower or tier is None or not self.tiers[tier].inline:
                 return
         self._make_room(tier, len(slower), keys)
         with self.lock:
+            if self._closed:
+                return
             plan = self.planner.plan_promote(keys, slower, tier, self.clock(), held)
             self._note(plan)
-        for move in plan:
-            self._gather(move, host, start).run_all()
+        with self._ending([self._gather(move, host, start) for move in plan]) as transfers:
+            for transfer in transfers:
+                transfer.run_all()
 
     def _make_room(self, tier: int, blocks: int, keys: Sequence[bytes]) -> None:
         """Let memory-to-memory demotions make room, without waiting for anything slower."""
         for _ in range(ROOM_ROUNDS):
             with self.lock:
+                if self._closed:
+                    return
                 short = self.planner.room_for(tier, blocks, keys, self.clock())
                 effects = self._drain()
             if not self._start(effects.moves) or not short:
@@ -223,12 +227,13 @@ class Core(Engine):
             if finished:
                 future.set_result(copied)
 
-        for move in moves:
-            transfer = Transfer(move, self.tiers, None, self._batch, ended)
-            if self._inline(move):
-                transfer.run_all()
-            elif not self.mover.start(transfer, self.block_bytes, load=True):
-                transfer.refuse()
+        copies = [Transfer(move, self.tiers, None, self._batch, ended) for move in moves]
+        with self._ending(copies) as transfers:
+            for transfer in transfers:
+                if self._inline(transfer.move):
+                    transfer.run_all()
+                else:
+                    self._queue(transfer, load=True)
         if not moves:
             future.set_result(0)
         return future

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tieredkv.config import MoverConfig
@@ -186,16 +187,32 @@ class Engine:
     def _start(self, moves: Sequence[Move]) -> bool:
         """Start background moves; True if any ran to its end in this thread."""
         ran = False
-        for move in moves:
-            transfer = Transfer(move, self.tiers, None, self._batch, self._ended)
-            if self._inline(move):
-                transfer.run_all()
-                ran = True
-            elif not self.mover.start(transfer, self.block_bytes, load=False):
-                with self.lock:
-                    self.metrics.dropped_moves += len(move)
-                transfer.refuse()
+        copies = [Transfer(move, self.tiers, None, self._batch, self._ended) for move in moves]
+        with self._ending(copies) as transfers:
+            for transfer in transfers:
+                if self._inline(transfer.move):
+                    transfer.run_all()
+                    ran = True
+                elif not self.mover.start(transfer, self.block_bytes, load=False):
+                    with self.lock:
+                        self.metrics.dropped_moves += len(transfer.move)
+                    transfer.refuse()
         return ran
+
+    @contextmanager
+    def _ending(self, transfers: list[Transfer]) -> Iterator[list[Transfer]]:
+        """Whatever interrupts the caller, each transfer ends and gives its buffers back."""
+        try:
+            yield transfers
+        except BaseException:
+            for transfer in transfers:
+                if transfer.running:
+                    transfer.expire(0.0)
+                    if transfer.queued:
+                        self.mover.late(transfer)
+                    else:
+                        transfer.refuse()
+            raise
 
     def _ended(self, transfer: Transfer) -> None:
         """A transfer has really ended, on whatever thread."""
@@ -265,6 +282,7 @@ class Engine:
             self._acknowledged = max(self._acknowledged, ticket)
             try:
                 self.planner.committed(ticket, ok, self.clock())
+                self._stalled = self._stalled or not ok
                 if ok and not self._closed:
                     self._stalled = False
                     self._background()

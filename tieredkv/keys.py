@@ -97,11 +97,6 @@ def fingerprint_digest(fp: Fingerprint, block_tokens: int) -> bytes:
     )
 
 
-def fingerprint_name(fp: Fingerprint, block_tokens: int) -> str:
-    """`fingerprint_digest` as 64 hex digits: a safe file name whatever the fields contain."""
-    return fingerprint_digest(fp, block_tokens).hex()
-
-
 # --- checks ---------------------------------------------------------------------------
 
 

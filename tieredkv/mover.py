@@ -43,6 +43,8 @@ class Transfer:
         self.read: Outcomes = [Outcome.BUSY] * len(move) if move.src is not None else []
         self.write: Outcomes = [Outcome.BUSY] * len(move) if move.dst is not None else []
         self.expired = False
+        self.queued = False
+        """A mover has it, and will end it."""
         self._tiers = tiers
         self._buffers = buffers
         self._done = done
@@ -92,11 +94,18 @@ class Transfer:
                     self._ended.notify_all()
 
     def run_all(self) -> None:
-        for lo, hi in self.parts:
-            self.run(lo, hi)
+        """Copy everything here. An interrupt is passed on once all parts have ended."""
+        for at, (lo, hi) in enumerate(self.parts):
+            try:
+                self.run(lo, hi)
+            except BaseException:
+                self.expired = True
+                for rest in self.parts[at + 1 :]:
+                    self.run(*rest)
+                raise
 
     def refuse(self) -> None:
-        """End it without running: the queue was full."""
+        """End it without running: the queue was full, or its caller was interrupted."""
         self.expired = True
         self.run_all()
 
@@ -225,7 +234,8 @@ class Mover:
             ((lambda lo=lo, hi=hi: transfer.run(lo, hi)), (hi - lo) * block_bytes)
             for lo, hi in transfer.parts
         ]
-        return self._enqueue(self._loads if load else self._stores, jobs)
+        transfer.queued = self._enqueue(self._loads if load else self._stores, jobs)
+        return transfer.queued
 
     def submit(self, job: Callable[[], None], nbytes: int, *, load: bool) -> bool:
         """Queue one job of the caller's; False if the queue is full. It must not raise."""

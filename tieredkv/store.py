@@ -266,7 +266,8 @@ class TieredKVStore:
         """Write back what is to be durable, finish work in flight, release everything.
 
         Waits `timeout` seconds (default `mover.close_deadline`) for the write-back, and a few
-        more if operations hang; False if something hung or could not be written. Idempotent.
+        more if operations hang; False if something hung or could not be written. A
+        second call says the same, or False at once while the first runs.
         Later calls raise ClosedError, except `stats`, `check` and `take_events`.
         """
         limit = self.config.mover.close_deadline

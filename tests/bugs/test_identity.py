@@ -32,7 +32,7 @@ from tests.bugs.world import (
     tiers,
 )
 from tieredkv import Fingerprint, TieredKVStore, UsageError
-from tieredkv.keys import fingerprint_name
+from tieredkv.keys import fingerprint_digest
 from tieredkv.testing import Gate
 
 
@@ -144,7 +144,7 @@ def test_A04_names_on_disk_are_not_truncated(tmp_path: Path) -> None:
         with opened(nvme(tmp_path, 64 << 20, segment=1 << 18), fp=replace(FP, weights=value)) as s:
             assert put(s, chain(1)) == [OK]
     assert len(directories(tmp_path)) == len(weights)
-    names = {fingerprint_name(replace(FP, weights=str(n)), 16) for n in range(20_000)}
+    names = {fingerprint_digest(replace(FP, weights=str(n)), 16).hex() for n in range(20_000)}
     assert len(names) == 20_000
 
 

@@ -153,7 +153,8 @@ def assemble(rows: Rows, slot_limit: int, epoch: int, length: int) -> Assembly:
 def _newest_of_slot(rows: Rows, keep: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     newest = np.ones(len(rows), bool)
     among = np.flatnonzero(keep)
-    if not len(among) or np.bincount(rows["slot"][among]).max() == 1:
+    taken = np.sort(rows["slot"][among])
+    if not (taken[1:] == taken[:-1]).any():
         return newest
     order = among[np.lexsort((rows["generation"][among], rows["slot"][among]))]
     slots = rows["slot"][order]

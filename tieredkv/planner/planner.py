@@ -298,7 +298,7 @@ class Planner(Ledger):
         return self.pins.add(run, blocks, now + ttl), blocks
 
     def hold(self, keys: Sequence[bytes], ttl: float, now: float) -> None:
-        """Like `pin`, for the ttl of a turn: the next turn of the same chain replaces it."""
+        """Like `pin`, for the ttl of a turn; another turn that ends at the same block moves it."""
         blocks, run = self.res.tree.match(keys, visible=True)
         if run is not None:
             self.pins.hold(run, blocks, now + ttl)

@@ -56,6 +56,8 @@ class Residency:
         """Visible runs with blocks that were never written to the durable tier, oldest first."""
         self.declined: set[int] = set()
         """Those of them that admission or a full tier turned down, until they are hit."""
+        self.unwanted: set[int] = set()
+        """Runs that the durable tier has evicted blocks of, until they are hit."""
         self.deleted: list[Deletion] = []
         """Durable copies removed since `take_deleted`."""
 
@@ -156,7 +158,9 @@ class Residency:
                 for key, slot in zip(keys, slots, strict=True)
             )
             level.pool.expected += 0 if lose else len(slots)
-            if run.visible and level.accepts and not evicted and run.id not in self.dirty:
+            if evicted:
+                self.unwanted.add(run.id)
+            elif run.visible and level.accepts and run.id not in self.dirty:
                 self.declined.add(run.id)
         elif not lose:
             level.pool.give(slots)
@@ -192,6 +196,8 @@ class Residency:
                 run.slots[tier] = None
             if not head.count[tier]:
                 head.slots[tier] = None
+        if run.id in self.unwanted:
+            self.unwanted.add(head.id)
         if run.id in self.dirty:
             self.dirty[head.id] = None
         elif run.id in self.declined:
@@ -247,7 +253,7 @@ class Residency:
             if max(run.count) < blocks and not all(run.copies(i) for i in range(blocks)):
                 continue
             run.visible = True
-            if self._lacks(run):
+            if self.lacks(run):
                 self.dirty[run.id] = None
             queue.extend((run.children or {}).values())
 
@@ -261,6 +267,7 @@ class Residency:
         if kind is Kind.HIT:
             run.last = max(run.last, now)
             run.hits += 1
+            self.unwanted.discard(run.id)
             if run.id in self.declined:
                 self.declined.remove(run.id)
                 self.dirty[run.id] = None
@@ -298,7 +305,7 @@ class Residency:
             shown = run.parent is None or run.parent.visible
             if shown and not run.visible and not any(run.busy):
                 problems.append(f"run {run.id} is hidden for ever")
-        stray = (self.dirty.keys() | self.declined) - self.tree.runs.keys()
+        stray = (self.dirty.keys() | self.declined | self.unwanted) - self.tree.runs.keys()
         if stray or self.dirty.keys() & self.declined:
             problems.append(f"dirty list names dead runs {sorted(stray)[:8]} or a run twice")
         if self.durable is not None:
@@ -337,11 +344,12 @@ class Residency:
 
     def want(self, run: Run) -> None:
         """Have the run written to the durable tier, whatever was decided before."""
-        if self._lacks(run):
+        if self.lacks(run):
             self.declined.discard(run.id)
+            self.unwanted.discard(run.id)
             self.dirty[run.id] = None
 
-    def _lacks(self, run: Run) -> bool:
+    def lacks(self, run: Run) -> bool:
         """Has the run blocks for a durable tier that takes any?"""
         tier = self.durable
         return tier is not None and self.levels[tier].accepts and not run.full(tier)
@@ -349,6 +357,7 @@ class Residency:
     def _clean(self, run: Run) -> None:
         self.dirty.pop(run.id, None)
         self.declined.discard(run.id)
+        self.unwanted.discard(run.id)
 
     def _leaf_again(self, run: Run, tier: int) -> None:
         if run.count[tier] and not run.kids[tier]:

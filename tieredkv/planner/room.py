@@ -91,7 +91,7 @@ class Room:
         for run, count in self.res.victims(tier, blocks, now, keep):
             if lower != self.res.durable:
                 self._copy_down(run, tier, count, now, protect)
-            elif run.id not in self.res.declined:
+            elif self._wanted(run, now):
                 self.write_chain(run, now, max(blocks, self.low), protect)
 
     def write_back(self, now: float, blocks: int) -> None:
@@ -109,8 +109,8 @@ class Room:
 
     def decline(self, run: Run) -> None:
         """Do not try to write this run again until it is used."""
-        if run.id in self.res.dirty:
-            del self.res.dirty[run.id]
+        self.res.dirty.pop(run.id, None)
+        if self.res.lacks(run):
             self.res.declined.add(run.id)
 
     def write_chain(self, run: Run, now: float, limit: int, protect: Run | None = None) -> int:
@@ -256,7 +256,12 @@ class Room:
             return False
         if lower != self.res.durable:
             return True
-        return run.id not in self.res.declined and self.admitted(run, now)
+        return self._wanted(run, now)
+
+    def _wanted(self, run: Run, now: float) -> bool:
+        """Does the durable tier want the run's blocks?"""
+        turned_down = run.id in self.res.declined or run.id in self.res.unwanted
+        return not turned_down and self.admitted(run, now)
 
     def admitted(self, run: Run, now: float) -> bool:
         if self.admission is None:

@@ -30,6 +30,7 @@ from tieredkv.types import Fingerprint
 
 log = logging.getLogger(__name__)
 
+PROBE_WAIT = 0.2  # seconds; another store that looks for room holds a free lock for a moment
 GROWTH_WAIT = 5.0
 TEMPORARY = re.compile(r"(seg-\d{6}\.kv|fingerprint\.json|probe)\.tmp")
 LEFTOVER = re.compile(r"index\.corrupt-\d+|seg-\d{6}\.kv\.quarantine")
@@ -50,10 +51,10 @@ class Directory:
         self._growing = threading.Lock()
         try:
             if index:
-                self._locks.append(FileLock(path / usage.LOCK))
+                self._locks.append(FileLock(path / usage.LOCK, PROBE_WAIT))
             if rank is not None:
                 self.rank_path.mkdir(exist_ok=True)
-                self._locks.append(FileLock(self.rank_path / usage.LOCK))
+                self._locks.append(FileLock(self.rank_path / usage.LOCK, PROBE_WAIT))
         except OSError as error:
             self.close()
             raise refused(path, error) from error

@@ -5,6 +5,7 @@ docs/on-disk-format.md specifies the bytes.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -198,33 +199,43 @@ class Segment:
                 self._table[at : at + SLOT_BYTES] = identity + CHECKSUM.pack(checksum)
                 self._unwritten.add(at // PAGE)
 
-    def sync(self) -> None:
-        """Make everything written before the call durable, headers too. Raises OSError.
+    def mark(self) -> int:
+        """To be taken before the first write that `sync` shall make durable."""
+        return self._syncs.failures
+
+    def sync(self, mark: int) -> None:
+        """Make everything written since `mark` durable, headers too. Raises OSError, also if a
+        sync of somebody else has failed since: the kernel reports a lost write only once.
 
         A page write queues behind the payloads of others, so callers share it as they share
         the sync.
         """
-        self._syncs.run(self._sync)
+        self._syncs.run(self._sync, mark)
 
     def _sync(self) -> None:
         """Write whole pages of the table, and sync. Raises OSError.
 
-        Neighbours in a page keep the bytes that the file has already, so a torn page write
-        changes nothing of theirs. One that `put_headers` changes meanwhile is written again
-        by the sync that its caller waits for.
+        Neighbours that have a record keep the bytes that the file has already, so a torn page
+        write changes nothing of theirs. What `put_headers` changes meanwhile is written by the
+        sync that its caller waits for; this one writes a copy, which nobody changes.
         """
         with self._headers:
             pages, self._unwritten = self._unwritten, set()
+            copies = [(first, self._copy(first, last)) for first, last in _ranges(sorted(pages))]
         try:
-            with memoryview(self._table) as table:
-                for first, last in _ranges(sorted(pages)):
-                    with table[first * PAGE : last * PAGE] as part:
-                        write_all(self.file, [part], len(part), PAGE + first * PAGE)
+            for first, copy in copies:
+                write_all(self.file, [copy], len(copy), PAGE + first * PAGE)
             self.file.sync()
-        except OSError:
+        except BaseException:
             with self._headers:
                 self._unwritten |= pages
             raise
+
+    def _copy(self, first: int, last: int) -> memoryview:
+        """Pages of the table, in aligned memory of their own."""
+        copy = mmap.mmap(-1, (last - first) * PAGE)
+        copy[:] = self._table[first * PAGE : last * PAGE]
+        return memoryview(copy)
 
     def headers(self) -> npt.NDArray[np.void]:
         """A copy of the table, `SLOT_DTYPE`, one per slot."""
@@ -260,10 +271,14 @@ class _GroupSync:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._started = self._finished = self._failed = 0
-        self._error: OSError | None = None
+        self._error = OSError(errno.EIO, "a sync failed")
+        self.failures = 0
 
-    def run(self, sync: Callable[[], None]) -> None:
-        """Return after a `sync` that began after this call; raises its error, or a later one."""
+    def run(self, sync: Callable[[], None], mark: int) -> None:
+        """Return after a `sync` that began after this call.
+
+        Raises the error of that sync, of a later one, or of any since `failures` was `mark`.
+        """
         with self._changed:
             wanted = self._started + 1
             while self._finished < wanted:
@@ -272,16 +287,21 @@ class _GroupSync:
                     continue
                 self._started += 1
                 self._changed.release()
-                error: OSError | None = None
+                error: BaseException | None = None
                 try:
                     sync()
-                except OSError as caught:
+                except BaseException as caught:  # whatever it is, nothing was made durable
                     error = caught
                 finally:
                     self._changed.acquire()
                     self._finished = self._started
+                    if error is not None:
+                        self._failed = self._finished
+                        self.failures += 1
+                        if isinstance(error, OSError):
+                            self._error = error
                     self._changed.notify_all()
-                if error is not None:
-                    self._failed, self._error = self._finished, error
-            if self._failed >= wanted and self._error is not None:
+                if error is not None and not isinstance(error, OSError):
+                    raise error
+            if self._failed >= wanted or self.failures != mark:
                 raise OSError(self._error.errno, self._error.strerror)

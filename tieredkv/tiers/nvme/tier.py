@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import xxhash
@@ -121,14 +122,15 @@ class NvmeTier:
         outcomes = [Outcome.FAILED] * len(batch)
         if not self._directory.owned:
             return outcomes
-        written: list[tuple[Segment, list[int]]] = []
+        written: list[tuple[Segment, int, list[int]]] = []
         for index, segment_slots in self._by_segment(batch):
             segment = self._segments.get_or_create(index)
             if segment is not None:
+                mark = segment.mark()
                 done = self._write_segment(segment, segment_slots, batch, sources, outcomes)
-                written.append((segment, done))
-        for segment, done in written:
-            if self._attempt(segment.sync):
+                written.append((segment, mark, done))
+        for segment, mark, done in written:
+            if self._attempt(partial(segment.sync, mark)):
                 for position in done:
                     outcomes[position] = Outcome.OK
         self._stores_fail = bool(outcomes) and all(o is Outcome.FAILED for o in outcomes)
