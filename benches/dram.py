@@ -141,9 +141,12 @@ def _tier(block_bytes: int, size: Size, threads: int) -> Iterator[Result]:
 class _Store:
     """A store of one tier; a round puts new chains that take the place of all others."""
 
-    def __init__(self, ring: _Ring) -> None:
+    def __init__(self, ring: _Ring, threads: int | None) -> None:
+        """`threads` None: as configured by default."""
         self.ring = ring
-        tier = {"kind": "dram", "capacity": ring.size.ring, "copy_threads": 1, "pin": "off"}
+        tier = {"kind": "dram", "capacity": ring.size.ring, "pin": "off"}
+        if threads is not None:
+            tier["copy_threads"] = threads
         config = Config.model_validate({"block_bytes": ring.block_bytes, "tiers": [tier]})
         self.store = TieredKVStore(config, Fingerprint("bench"))
         self.chains: list[list[bytes]] = []
@@ -185,21 +188,26 @@ class _Store:
 
 
 def _store(block_bytes: int, size: Size) -> Iterator[Result]:
-    ring = _Ring(block_bytes, size)
-    store = _Store(ring)
+    """The default shares large batches among threads; the rows of one thread show what the
+    software costs on top of one memcpy."""
     large = block_bytes >= MIB
-    for name, ours, reference, single in (
-        ("put", store.put, ring.memcpy_in, False),
-        ("get", store.get, ring.memcpy_out, False),
-        ("put.single", store.put_single, ring.memcpy_in, True),
-        ("get.single", store.get_single, ring.memcpy_out, True),
-    ):
-        bar = 0.95 if large and not single else None
-        metric = f"dram.store.{name}.{_label(block_bytes)}"
-        yield _rates(metric, ring, ours, reference, bar)
-        if not large:
-            yield _overhead(metric, ring, ours, reference, None if single else 4.0)
-    store.store.close()
+    ring = _Ring(block_bytes, size)
+    for threads in (None, 1) if large else (1,):
+        store = _Store(ring, threads)
+        suffix = ".one_thread" if threads and large else ""
+        for name, ours, reference, single in (
+            ("put", store.put, ring.memcpy_in, False),
+            ("get", store.get, ring.memcpy_out, False),
+            ("put.single", store.put_single, ring.memcpy_in, True),
+            ("get.single", store.get_single, ring.memcpy_out, True),
+        ):
+            if single and threads is None:
+                continue
+            metric = f"dram.store.{name}.{_label(block_bytes)}{suffix}"
+            yield _rates(metric, ring, ours, reference, 0.95 if threads is None else None)
+            if not large:
+                yield _overhead(metric, ring, ours, reference, None if single else 4.0)
+        store.store.close()
     ring.close()
 
 

@@ -267,8 +267,8 @@ class TieredKVStore:
 
         Waits `timeout` seconds (default `mover.close_deadline`) for the write-back, and a few
         more if operations hang; False if something hung or could not be written. A
-        second call says the same, or False at once while the first runs.
-        Later calls raise ClosedError, except `stats`, `check` and `take_events`.
+        second call says the same, or False at once while the first runs. Later calls of
+        others than `stats`, `check` and `take_events` raise ClosedError.
         """
         limit = self.config.mover.close_deadline
         if timeout is not None:
@@ -354,8 +354,7 @@ class TieredKVStore:
                 work(core.planner, self._clock())
 
     def _change(self, work: Callable[[Planner], int]) -> int:
-        core = self._core
-        return 0 if core is None else core.apply(work)
+        return 0 if self._core is None else self._core.apply(work)
 
     def _open(self, block_bytes: int) -> Core:
         core = self._core
