@@ -60,10 +60,11 @@ class Core(Engine):
         alone = self.planner.res.durable == 0  # then room comes with a commit, as the put itself
         patience = self._limits.put_deadline if alone else self._limits.room_wait
         patience += time.monotonic()
-        force = self._stalled
+        force = False
         while True:
             with self.lock:
                 self._check_open()
+                force = force or self._stalled
                 plan = self.planner.plan_put(keys, start, turn, self.clock(), force=force)
                 self._note(plan.moves)
                 self._background()

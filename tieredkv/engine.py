@@ -64,6 +64,8 @@ class Engine:
         self._moving: dict[int, Move] = {}
         self._acknowledged = 0
         self._closed = False
+        self._finished = False
+        """Nothing may be submitted to the index any more."""
         self._stalled = False
         """The last put that waited for room waited in vain: drop at once until a demotion ends."""
 
@@ -146,6 +148,8 @@ class Engine:
         with self._changed:  # copies in the threads of callers
             left = max(0.0, deadline - time.monotonic())
             ended &= self._changed.wait_for(lambda: not self._moving, left)
+        with self.lock:
+            self._finished = True
         if self.index is not None:
             ended &= self.index.close(max(0.0, deadline - time.monotonic()))
         if not ended:
@@ -230,7 +234,8 @@ class Engine:
                     self._stalled = False
                 if move.dst != self.planner.res.durable or Outcome.OK in transfer.write:
                     self._background()  # else it would repeat at once what has just failed
-            effects = self._drain()
+            # what ends after a close that did not wait for it has nothing to start any more
+            effects = Effects() if self._finished else self._drain()
             self._ends += 1
             self._changed.notify_all()
         self._start(effects.moves)
@@ -283,7 +288,7 @@ class Engine:
             try:
                 self.planner.committed(ticket, ok, self.clock())
                 self._stalled = self._stalled or not ok
-                if ok and not self._closed:
+                if ok and not self._finished:
                     self._stalled = False
                     self._background()
                     effects = self._drain()

@@ -102,9 +102,10 @@ def interrupted(patch: pytest.MonkeyPatch, gate: Gate, call: Callable[[], object
         assert gate.wait_entered()
         raise KeyboardInterrupt
 
-    with patch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with patch.context() as patched:
         patched.setattr(Transfer, "expire", expire)
-        call()
+        with pytest.raises(KeyboardInterrupt):
+            call()
 
 
 def test_an_interrupt_while_a_put_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,23 +174,22 @@ def test_a_dead_disk_is_not_tried_by_every_put(tmp_path: Path) -> None:
 
 
 def test_a_dead_disk_is_not_asked_for_what_it_evicted(tmp_path: Path) -> None:
-    """Memory full of runs that NVMe had and evicted, all in use again, when the disk dies."""
-    store, tiers = open_store(Shape(dram=256, write="on_evict"), tmp_path)
-    for i in range(64):
+    """Memory is full of runs that NVMe has evicted, and what it holds is pinned: no demotion
+    can make room."""
+    store, tiers = open_store(Shape(dram=64, write="on_evict", disk=400_000), tmp_path)
+    for i in range(16):
         assert put(store, blocks(i, 4)) == [OK] * 4
         assert store.flush(PATIENCE)
-    held = [blocks(i, 4) for i in range(48, 64)]
+    held = [keys for keys in (blocks(i, 4) for i in range(16)) if durable(store, keys)]
+    assert 2 < len(held) < 10
     for keys in held:
-        assert store.get(keys, bytearray(4 * SIZE)) == [OK] * 4
         store.pin(keys, 1000.0)
-    settle(store)
     nvme = tiers["nvme"]
     nvme.error, tried = Fault(op="write"), nvme.calls["write"]
-    slots = core_of(store).tiers[1].slots
-    for i in range(100, 110):
+    for i in range(100, 104):
         assert put(store, blocks(i, 4)) == [OK] * 4
         settle(store)
-    assert nvme.calls["write"] - tried <= slots
+    assert nvme.calls["write"] - tried <= 4 * 4
     assert store.check() == []
     store.close(1.0)
 
@@ -223,7 +223,7 @@ def test_a_put_does_not_hammer_an_index_that_fails(tmp_path: Path) -> None:
 
 
 def test_one_slow_commit_is_forgotten(tmp_path: Path) -> None:
-    store, _ = open_store(Shape(write="through"), tmp_path, put_deadline=0.3)
+    store, _ = open_store(Shape(write="through"), tmp_path, put_deadline=1.0)
     size = core_of(store).tiers[0].slots // 4
     for i in range(6):
         put(store, blocks(i, size))
@@ -241,7 +241,6 @@ def test_one_slow_commit_is_forgotten(tmp_path: Path) -> None:
     env.write = real
     held.set()
     settle(store)
-    core_of(store)._limits.put_deadline = PATIENCE
     for i in range(100, 110):
         assert put(store, blocks(i, size)) == [OK] * size
     assert store.close()
@@ -265,12 +264,13 @@ def test_a_tier_smaller_than_the_one_above_keeps_to_lru(tmp_path: Path) -> None:
 # -- the end --------------------------------------------------------------------------------
 
 
-def gone(before: set[threading.Thread]) -> bool:
-    """Do all threads end that were not there before?"""
+def left(before: set[threading.Thread], names: tuple[str, ...] = ("",)) -> list[str]:
+    """Names (that begin so) of threads that were not there before and do not end."""
     deadline = time.monotonic() + PATIENCE
-    for thread in set(threading.enumerate()) - before:
+    threads = {t for t in set(threading.enumerate()) - before if t.name.startswith(names)}
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return not set(threading.enumerate()) - before
+    return [thread.name for thread in threads if thread.is_alive()]
 
 
 def test_close_releases_its_threads_even_if_a_device_hangs(tmp_path: Path) -> None:
@@ -286,7 +286,8 @@ def test_close_releases_its_threads_even_if_a_device_hangs(tmp_path: Path) -> No
     assert not store.close(PATIENCE), "a second call says the same"
     assert time.monotonic() - began < PATIENCE / 2
     gate.release()
-    assert gone(before)
+    lanes = ("tieredkv-mover", "tieredkv-put", "tieredkv-get")  # tiers and index stay open
+    assert left(before, lanes) == []
 
 
 def test_an_idle_store_needs_no_time_to_close(tmp_path: Path) -> None:
@@ -295,7 +296,7 @@ def test_an_idle_store_needs_no_time_to_close(tmp_path: Path) -> None:
         store, _ = open_store(Shape(dram=4, write="on_evict"), tmp_path)
         assert store.close(0.0)
         assert store.close(0.0)
-    assert gone(before)
+    assert left(before) == []
 
 
 @pytest.mark.parametrize("fate", ["kept", "deleted"])
