@@ -51,7 +51,10 @@ def test_control() -> None:
 def test_dram() -> None:
     size = dram.Size((128 * KIB, MIB), MIB, 8 * MIB, 4 * MIB, 2 * MIB, pairs=2)
     found = judged(dram.run(size))
-    assert {"dram.store.put.128KiB.overhead", "dram.store.get.single.1MiB"} <= found.keys()
+    assert {
+        "dram.store.put.128KiB.overhead",
+        "dram.store.get.single.1MiB.one_thread",
+    } <= found.keys()
     assert all(result.value > 0 for name, result in found.items() if "overhead" not in name)
 
 
