@@ -146,6 +146,42 @@ def test_a_pin_survives_a_split_and_covers_only_its_part() -> None:
     assert world.known(A) == 2
 
 
+@pytest.mark.parametrize("cut", [5, 3, 2, 1])
+@pytest.mark.parametrize("of_turn", [False, True])
+def test_a_pin_moves_up_when_its_deepest_block_goes(cut: int, of_turn: bool) -> None:
+    world = World(6)
+    world.store(A[:2])
+    world.store(A[:6])  # a second run, so that the pin may have to leave its own
+    pin = None
+    if of_turn:
+        world.planner.hold(A[:6], 10.0, world.now)
+    else:
+        pin, _ = world.planner.pin(A[:6], 10.0, world.now)
+    world.planner.delete([A[cut]])
+    assert world.planner.pins.blocks() == cut
+    world.store(B[:6])
+    assert (world.known(A), world.known(B)) == (cut, 6 - cut)
+    if pin is not None:
+        world.planner.pins.release(pin)
+    else:
+        world.now += 11.0
+    assert world.store(C[:6]).short == 0
+    assert len(world.planner.pins) == 0
+    assert world.known(A) == 0
+
+
+def test_turns_that_move_to_the_same_block_share_the_longer_pin() -> None:
+    world = World(6)
+    world.store(A[:3])
+    world.planner.hold(A[:2], 100.0, world.now)
+    world.planner.hold(A[:3], 10.0, world.now)
+    world.planner.delete([A[2]])
+    assert len(world.planner.pins) == 1
+    world.now += 11.0
+    world.store(B[:6])
+    assert world.known(A) == 2
+
+
 def test_pins_of_deleted_blocks_hold_nothing() -> None:
     world = World(4)
     world.store(A[:4])

@@ -311,7 +311,7 @@ def test_the_pins_of_turns_are_bounded(fate: str, tmp_path: Path) -> None:
             assert store.delete(keys) == 2
         clock.advance(1.0)
     pins = core_of(store).planner.pins
-    assert len(pins) <= (1 if fate == "kept" else 1100)
+    assert len(pins) <= (fate == "kept")
     assert len(pins._turns) <= len(pins)
     assert len(pins._expiry) <= 2 * len(pins) + 65
     clock.advance(86400.0)

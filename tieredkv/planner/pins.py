@@ -1,7 +1,9 @@
 """Pins: chains that must not leave the hierarchy for a while.
 
 A pin sits on the deepest block of its chain: blocks leave after their descendants, so the
-ancestors stay as well. It ends when released or after its ttl, so that none can leak.
+ancestors stay as well. When that block is deleted or lost, the pin moves to the deepest one
+that is left. It ends when released, after its ttl, or with the last of its blocks, so that
+none can leak.
 """
 
 from __future__ import annotations
@@ -10,8 +12,6 @@ import heapq
 from dataclasses import dataclass
 
 from tieredkv.index.prefix_tree import PrefixTree, Run
-
-SWEEP = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,6 @@ class Pins:
         self._next_id = 1
         self._turns: dict[bytes, int] = {}
         """Pins by `hold`: deepest block -> pin."""
-        self._sweep_at = SWEEP
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -42,21 +41,14 @@ class Pins:
         """Keep the first `depth` blocks of the chain through `run`; the pin's id."""
         pin = self._next_id
         self._next_id += 1
-        self._pins[pin] = Pin(run.keys[depth - run.start - 1], depth, expires)
         heapq.heappush(self._expiry, (expires, pin))
-        run.pins = run.pins or {}
-        run.pins[pin] = depth
-        if len(self._pins) > self._sweep_at:
-            self._sweep()
+        self._set(pin, run, depth, expires)
         return pin
 
-    def _sweep(self) -> None:
-        """End the pins whose blocks are gone: deleted, cleared or lost."""
-        for pin, entry in list(self._pins.items()):
-            run = self._tree.find(entry.key)
-            if run is None or not run.pins or pin not in run.pins:
-                self.release(pin)
-        self._sweep_at = 2 * len(self._pins) + SWEEP
+    def _set(self, pin: int, run: Run, depth: int, expires: float) -> None:
+        self._pins[pin] = Pin(run.keys[depth - run.start - 1], depth, expires)
+        run.pins = run.pins or {}
+        run.pins[pin] = depth
 
     def hold(self, run: Run, depth: int, expires: float) -> None:
         """Like `add`, but one pin per deepest block: a later call moves its end."""
@@ -75,9 +67,32 @@ class Pins:
         if self._turns.get(entry.key) == pin:
             del self._turns[entry.key]
         run = self._tree.find(entry.key)
-        if run is not None and run.pins:
-            run.pins.pop(pin, None)  # absent when the block was deleted and stored anew
-            run.pins = run.pins or None
+        assert run is not None
+        assert run.pins is not None
+        del run.pins[pin]
+        run.pins = run.pins or None
+
+    def retreat(self, run: Run, offset: int) -> None:
+        """The blocks of `run` from `offset` on are about to go: move the pins on them up.
+
+        O(pins of the run).
+        """
+        left = run.start + offset
+        home = run if offset else run.parent
+        for pin, depth in list((run.pins or {}).items()):
+            if depth <= left:
+                continue
+            entry = self._pins[pin]
+            of_turn = self._turns.get(entry.key) == pin
+            self.release(pin)
+            if home is None:
+                continue
+            if of_turn:
+                other = self._turns.get(home.keys[left - home.start - 1])
+                ends = entry.expires if other is None else self._pins[other].expires
+                self.hold(home, left, max(entry.expires, ends))
+            else:
+                self._set(pin, home, left, entry.expires)
 
     def expire(self, now: float) -> None:
         while self._expiry and self._expiry[0][0] <= now:

@@ -16,7 +16,6 @@ from tieredkv.errors import UsageError
 from tieredkv.eviction.base import Kind
 from tieredkv.index.prefix_tree import ABSENT, Run
 from tieredkv.planner.ledger import Ledger
-from tieredkv.planner.pins import Pins
 from tieredkv.planner.plans import PutPlan, TokenBucket
 from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room, leaf_on_path
@@ -42,7 +41,7 @@ class Planner(Ledger):
         `through`: every put is written to the durable tier. `promotion_budget`: blocks per
         second, 0 for no limit."""
         super().__init__(residency, room, boot, epoch)
-        self.pins = Pins(residency.tree)
+        self.pins = residency.pins
         self.through = through
         self.budget = TokenBucket(promotion_budget)
         self._sessions: LRUCache[str, bytes] = LRUCache(SESSIONS)

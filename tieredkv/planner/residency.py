@@ -16,6 +16,7 @@ from tieredkv.eviction.base import Access, EvictionPolicy, Kind
 from tieredkv.index.prefix_tree import ABSENT, PrefixTree, Run
 from tieredkv.index.record import Deletion
 from tieredkv.index.slots import SlotPool
+from tieredkv.planner.pins import Pins
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Residency:
         self.levels = list(levels)
         self.block_bytes = block_bytes
         self.tree = PrefixTree(len(levels))
+        self.pins = Pins(self.tree)
         self.events = events
         self.durable = next((t for t, level in enumerate(levels) if level.durable), None)
         self.dirty: dict[int, None] = {}
@@ -233,10 +235,7 @@ class Residency:
                         run.busy[tier] -= 1
                 self._presence(run, tier, was)
         dropped = len(run.keys) - offset
-        if run.pins:
-            run.pins = {
-                pin: end for pin, end in run.pins.items() if end <= run.start + offset
-            } or None
+        self.pins.retreat(run, offset)
         self.tree.cut(run, offset)
         if not offset or (self.durable is not None and run.count[self.durable] == offset):
             self._clean(run)
