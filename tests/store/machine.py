@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
@@ -23,6 +24,7 @@ from tests.store.world import (
     settle,
 )
 from tieredkv import Outcome, Turn
+from tieredkv.planner.plans import PutPlan
 from tieredkv.session import PinGuard
 from tieredkv.testing import Gate, ManualClock
 from tieredkv.tiers.nvme.usage import disk_usage
@@ -33,7 +35,11 @@ SESSIONS = st.sampled_from(["a", "b"])
 
 
 class Calls(RuleBasedStateMachine):
-    """`allowed` is the oracle: the bytes that may come back under each key."""
+    """`allowed` is the oracle: the bytes that may come back under each key.
+
+    While a store is open those are the bytes of the put that the planner last gave room; an
+    older record may survive on the disk, so that all of `ever` may come back after a restart.
+    """
 
     shape = Shape(dram=6)
     paths: Bundle[Path_] = Bundle("paths")
@@ -43,6 +49,7 @@ class Calls(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="tieredkv-machine-"))
         self.clock = ManualClock(1000.0)
         self.allowed: dict[bytes, set[bytes]] = {}
+        self.ever: dict[bytes, set[bytes]] = {}
         self.parent: dict[bytes, bytes | None] = {}
         self.tried: set[Path_] = set()
         self.versions = 0
@@ -56,6 +63,24 @@ class Calls(RuleBasedStateMachine):
         self.trouble = False
         self.owed = True  # everything stored should become durable
         self.limits = core_of(self.store)._limits
+        self.allowed = {key: set(blocks) for key, blocks in self.ever.items()}
+        self.watch_puts()
+
+    def watch_puts(self) -> None:
+        """Whether a put is a repetition is decided under the planner's lock: learn it there."""
+        planner = core_of(self.store).planner
+        plan_put = planner.plan_put
+
+        def watched(*args: Any, **kwargs: Any) -> PutPlan:
+            plan = plan_put(*args, **kwargs)
+            for move in plan.moves:
+                for key in move.keys:
+                    block = payload(key, self.versions)
+                    self.allowed[key] = {block}
+                    self.ever.setdefault(key, set()).add(block)
+            return plan
+
+        planner.plan_put = watched  # type: ignore[method-assign]
 
     def teardown(self) -> None:
         try:
@@ -107,9 +132,6 @@ class Calls(RuleBasedStateMachine):
         self.versions += 1
         known = [self.store.contains(key) for key in keys]
         blocks = [payload(key, self.versions) for key in keys[start:]]
-        for key, block in zip(keys[start:], blocks, strict=True):
-            # also where it is known: it may be evicted in the background before the put
-            self.allowed.setdefault(key, set()).add(block)
         buffers = b"".join(blocks) if stack else blocks
         if later and not self.gates:
             outcomes = self.store.put_async(keys, buffers, start, turn).result(60.0)
@@ -122,14 +144,13 @@ class Calls(RuleBasedStateMachine):
         assert len(outcomes) == len(blocks)
         if self.healthy:
             settle(self.store)
-            self.judge_put(keys, start, known, blocks, outcomes)
+            self.judge_put(keys, start, known, outcomes)
 
     def judge_put(
         self,
         keys: list[bytes],
         start: int,
         known: list[bool],
-        blocks: list[bytes],
         outcomes: list[Outcome],
     ) -> None:
         if start and not known[start - 1]:
@@ -139,8 +160,6 @@ class Calls(RuleBasedStateMachine):
         assert outcomes == [Outcome.OK] * good + [Outcome.BUSY] * (len(outcomes) - good)
         for i in range(good):
             assert self.store.contains(keys[start + i])
-            if not known[start + i]:
-                self.allowed[keys[start + i]] = {blocks[i]}
         slots = core_of(self.store).planner.res.levels[0].pool
         if not self.store.stats().pins and len(keys) <= slots.limit - slots.lost:
             assert good == len(outcomes), "a chain that fits was refused"
@@ -253,6 +272,7 @@ class Calls(RuleBasedStateMachine):
         """These are not to come back, not even from writes that still hang."""
         for key in gone:
             self.allowed.pop(key, None)
+            self.ever.pop(key, None)
             assert not self.store.contains(key)
         self.pins = [
             (guard, [key for key in keys if key not in gone], expires)
