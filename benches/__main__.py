@@ -13,7 +13,7 @@ import sys
 
 import benches
 
-FRAME = {"__main__", "common", "world"}
+FRAME = {"__main__", "common", "vllm_offload", "world"}
 
 
 def names() -> list[str]:

@@ -1,7 +1,7 @@
 """The index at a million resident blocks: lookup, pin, insert and evict, memory.
 
 Keys of a chain are the bench `keys`. The chain looked up has 5,000 blocks: stored at once,
-and in 20 turns.
+and in 20 turns. Where vLLM is installed, its CPU offload manager does the same beside ours.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from benches import vllm_offload
 from benches.common import Result, absolute, seconds
 from benches.world import ControlPlane, fresh_copies, random_keys
 from tieredkv.config import Config
@@ -45,6 +46,7 @@ def run(size: Size = FULL) -> Iterator[Result]:
     yield from _lookups(size)
     yield from _store_lookups(size)
     yield from _evictions(size)
+    yield from vllm_offload.run(size.resident, size.chain, size.samples)
 
 
 def _lookups(size: Size) -> Iterator[Result]:

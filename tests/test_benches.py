@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,8 @@ def test_index() -> None:
         assert {f"index.{name}.1run", f"index.{name}.20run"} <= found.keys()
     assert {"index.insert+evict", "index.insert+evict.worst"} <= found.keys()
     assert {"index.memory.fresh", "index.memory.churned"} <= found.keys()
+    beside = {f"index.{name}.vllm" for name in ("lookup", "load", "insert+evict")}
+    assert beside & found.keys() == (beside if find_spec("vllm") else set())
 
 
 def test_control() -> None:
