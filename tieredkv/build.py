@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from tieredkv.config import (
     Config,
@@ -36,6 +36,20 @@ from tieredkv.types import Fingerprint
 
 log = logging.getLogger(__name__)
 
+
+class Slots(Protocol):
+    """What the planner has to know of a tier."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def durable(self) -> bool: ...
+
+    @property
+    def slots(self) -> int: ...
+
+
 WrapTier: TypeAlias = Callable[[Tier], Tier]
 WATERMARK = 64  # free slots that the durable tier keeps ready: one group commit
 
@@ -59,15 +73,16 @@ class Disk:
         return True
 
 
-def open_disk(config: Config, fingerprint: Fingerprint) -> Disk | None:
-    """Open what the nvme tier keeps on disk; None without such a tier.
+def open_disk(config: Config, fingerprint: Fingerprint, rank: int | None = 0) -> Disk | None:
+    """Open what the nvme tier keeps on disk; None without such a tier. `rank` None: the index
+    alone, the segments are other processes'.
 
     Raises DirectoryError, DirectoryInUse, FormatError.
     """
     tier = nvme_config(config)
     if tier is None:
         return None
-    directory = Directory.open(tier.path, fingerprint, config.block_tokens)
+    directory = Directory.open(tier.path, fingerprint, config.block_tokens, rank)
     try:
         executor = DaemonExecutor(1, "tieredkv-index")
         try:
@@ -96,21 +111,18 @@ def build(config: Config, disk: Disk | None, block_bytes: int, wrap: WrapTier | 
 
     Raises CapacityError, ConfigError, PluginError, FormatError; nothing stays open then.
     """
-    policies = load_policies(config)
-    admission = _admission(config)
-    if disk is not None and disk.index.block_bytes is not None:
-        disk.index.set_block_bytes(block_bytes)  # refuses another size before anything is opened
-    tiers: list[Tier] = []
+    directory = None
+    if disk is not None:
+        directory = disk.directory
+        if disk.index.block_bytes is not None:
+            disk.index.set_block_bytes(block_bytes)  # refuses another size before tiers open
+    load_policies(config)  # before memory and files are taken
+    tiers = build_tiers(config, directory, block_bytes)
     try:
-        for spec in config.tiers:
-            tiers.append(_tier(spec, block_bytes, disk))
-            if wrap is not None:
-                tiers[-1] = wrap(tiers[-1])
-        planner = _planner(config, tiers, policies, admission, disk, block_bytes)
-        if disk is not None:
-            found = planner.recover(disk.index.load(tiers[-1].slots))
-            log.info("tier %s: recovered %d blocks", tiers[-1].name, found)
-            disk.index.set_block_bytes(block_bytes)  # last: a size that cannot work binds nobody
+        if disk is not None and isinstance(tiers[-1], NvmeTier):
+            disk.index.set_map_limit(tiers[-1].index_bytes)
+        tiers = tiers if wrap is None else [wrap(tier) for tier in tiers]
+        planner = build_planner(config, tiers, disk, block_bytes)
     except BaseException:
         for tier in tiers:
             tier.close()
@@ -118,9 +130,43 @@ def build(config: Config, disk: Disk | None, block_bytes: int, wrap: WrapTier | 
     return Parts(tiers, planner, block_bytes)
 
 
+def build_tiers(
+    config: Config,
+    directory: Directory | None,
+    block_bytes: int,
+    ranks: int = 1,
+) -> list[Tier]:
+    """The tiers, fastest first; with `ranks` > 1, one rank's equal share of each.
+
+    Raises CapacityError, ConfigError, PluginError, DirectoryError; nothing stays open then.
+    """
+    tiers: list[Tier] = []
+    try:
+        for spec in config.tiers:
+            tiers.append(_tier(spec, block_bytes, directory, ranks))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers
+
+
+def build_planner(
+    config: Config, tiers: Sequence[Slots], disk: Disk | None, block_bytes: int
+) -> Planner:
+    """A planner for these tiers that has adopted what the index holds."""
+    policies, admission = load_policies(config), _admission(config)
+    planner = _planner(config, tiers, policies, admission, disk, block_bytes)
+    if disk is not None:
+        found = planner.recover(disk.index.load(tiers[-1].slots))
+        log.info("tier %s: recovered %d blocks", tiers[-1].name, found)
+        disk.index.set_block_bytes(block_bytes)  # last: a size that cannot work binds nobody
+    return planner
+
+
 def _planner(
     config: Config,
-    tiers: list[Tier],
+    tiers: Sequence[Slots],
     policies: list[type],
     admission: Admission | None,
     disk: Disk | None,
@@ -161,37 +207,38 @@ def _policy(kind: type, name: str, capacity: int, block_bytes: int, seed: int) -
     return policy
 
 
-def _tier(spec: TierConfig, block_bytes: int, disk: Disk | None) -> Tier:
-    if spec.capacity < block_bytes:
+def _tier(spec: TierConfig, block_bytes: int, directory: Directory | None, ranks: int) -> Tier:
+    capacity = spec.capacity // ranks
+    if capacity < block_bytes:
+        share = f" (of {spec.capacity} for {ranks} ranks)" if ranks > 1 else ""
         raise CapacityError(
-            f"tier {spec.label!r} of {spec.capacity} bytes holds no block of {block_bytes}: "
+            f"tier {spec.label!r} of {capacity} bytes{share} holds no block of {block_bytes}: "
             "raise its capacity"
         )
     if isinstance(spec, HbmConfig):
-        return HbmTier(spec.label, spec.capacity, block_bytes, spec.device)
+        return HbmTier(spec.label, capacity, block_bytes, spec.device)
     if isinstance(spec, DramConfig):
-        return DramTier(spec.label, spec.capacity, block_bytes, spec.copy_threads, spec.pin)
+        return DramTier(spec.label, capacity, block_bytes, spec.copy_threads, spec.pin)
     if isinstance(spec, NvmeConfig):
-        assert disk is not None
-        tier = NvmeTier(
-            disk.directory,
+        assert directory is not None
+        return NvmeTier(
+            directory,
             spec.label,
             block_bytes,
             spec.capacity,
             min_free=spec.min_free,
             engine=spec.engine,
             segment=spec.segment,
+            ranks=ranks,
         )
-        disk.index.set_map_limit(tier.index_bytes)
-        return tier
     assert isinstance(spec, PluginTierConfig)
-    return _plugin_tier(spec, block_bytes)
+    return _plugin_tier(spec, capacity, block_bytes)
 
 
-def _plugin_tier(spec: PluginTierConfig, block_bytes: int) -> Tier:
+def _plugin_tier(spec: PluginTierConfig, capacity: int, block_bytes: int) -> Tier:
     kind = load_plugin(TIERS, spec.kind, {})
     try:
-        tier: Tier = kind(spec.label, spec.capacity, block_bytes, **spec.options)
+        tier: Tier = kind(spec.label, capacity, block_bytes, **spec.options)
     except Exception as error:  # foreign code
         raise PluginError(f"tier {spec.kind!r} cannot be constructed: {error}") from error
     _implements(tier, spec.kind, "write", "read", "views", "close", "slots", "inline", "durable")

@@ -177,6 +177,24 @@ class MoverConfig(Model):
     """Seconds that close() waits for work in flight and for the write-back."""
 
 
+class ConnectorConfig(Model):
+    """What only the vLLM connector needs."""
+
+    engine: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Sub-directory of the nvme path that is this engine's own, stable across restarts. By
+    default `dp0`, `dp1`, ... by data-parallel rank: name engines that share a path."""
+    load: Literal["async", "sync"] = "async"
+    """`async`: requests wait for their blocks beside the running batch. `sync`: the step waits."""
+    load_deadline: Seconds = 10.0
+    """Seconds after which a load that has not ended counts as failed and is recomputed."""
+    weights_id: str | None = None
+    """Identity of the weights; by default a hash over the weight files."""
+    stop_tokens: dict[int, str] = Field(default_factory=dict)
+    """Token ids that end a turn -> category of what follows, e.g. {128008: tool}."""
+    marker_tokens: dict[int, str] = Field(default_factory=dict)
+    """Token ids in the output -> category: where they occur, the turn ended in a tool call."""
+
+
 _BUILTIN_TIERS: dict[str, type[TierConfig]] = {
     "hbm": HbmConfig,
     "dram": DramConfig,
@@ -227,6 +245,7 @@ class Config(Model):
     mover: MoverConfig = MoverConfig()
     pin_ttl: Seconds = 300.0
     """Seconds after which a forgotten pin ends."""
+    connector: ConnectorConfig = ConnectorConfig()
     events: int = Field(default=0, ge=0)
     """Residency events kept for `take_events()`; 0 turns them off."""
 

@@ -25,6 +25,9 @@ NOT_SETTINGS = frozenset({FILE_VARIABLE, "TIEREDKV_CRASHES"})
 """Variables with our prefix that configure no store: the file, and the length of crash tests."""
 
 
+MAPPINGS = {"options", "stop_tokens", "marker_tokens"}  # their variables hold YAML
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A configuration and where each of its values came from."""
@@ -156,7 +159,7 @@ def _override(
             )
             continue
         path = valid[name]
-        value = parse_yaml(text, f"env {name}") if path[-1] == "options" else text
+        value = parse_yaml(text, f"env {name}") if path[-1] in MAPPINGS else text
         document = _assign(document, path, value)
         by_path[path] = name
     if unknown:

@@ -80,6 +80,7 @@ class SegmentSet:
         min_free: int,
         segment: int,
         clock: Callable[[], float],
+        ranks: int = 1,
     ) -> None:
         """See `NvmeTier`. `clock` in seconds, for the pause after a failed growth."""
         self.bad: dict[str, str] = {}
@@ -87,7 +88,7 @@ class SegmentSet:
         self.growth_error: str | None = None
         """Why the tier has stopped growing."""
         self._directory, self._engine, self._clock = directory, engine, clock
-        self._capacity, self._min_free = capacity, min_free
+        self._capacity, self._min_free, self._ranks = capacity, min_free, ranks
         self._retry_at = float("-inf")
         self._growing = threading.Lock()
         self._open: dict[int, Segment] = {}
@@ -163,11 +164,12 @@ class SegmentSet:
             return
         room = self._capacity - self._directory.others()
         self.index_bytes, self.geometry = 0, Geometry(block_bytes, 1)
-        target = plan(room, block_bytes, segment, found)
+        target = plan(room // self._ranks, block_bytes, segment, found)
         if not target.slots:
             raise CapacityError(
                 f"{self._directory.root}: no block of {block_bytes} bytes fits into {room} bytes "
-                f"(capacity {self._capacity} without what other processes use); raise it"
+                f"(capacity {self._capacity} without what other processes use, shared by "
+                f"{self._ranks} ranks); raise it"
             )
         self.geometry, self.index_bytes = target.geometry, target.index_bytes
         self.slots = self._planned = target.slots

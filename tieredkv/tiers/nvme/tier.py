@@ -50,13 +50,14 @@ class NvmeTier:
         engine: Literal["auto", "direct", "portable"] | Engine = "auto",
         segment: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
+        ranks: int = 1,
     ) -> None:
         """Open the segments in `directory`, which must own a rank and outlive the tier.
 
         `capacity` in bytes bounds the whole root, what other fingerprints and the index
         take included; files are allocated as slots are first used. None takes the files as
         they are and changes nothing. `min_free` bytes of the filesystem stay free, `segment`
-        bytes make one file.
+        bytes make one file. `ranks` tiers share the root, each with an equal part.
 
         Raises CapacityError if no block fits, DirectoryError if the files cannot be used.
         """
@@ -81,7 +82,7 @@ class NvmeTier:
             self._engine, self.mode_reason = engine, "given"
         try:
             self._segments = SegmentSet(
-                directory, self._engine, block_bytes, capacity, min_free, segment, clock
+                directory, self._engine, block_bytes, capacity, min_free, segment, clock, ranks
             )
         except BaseException:
             self._engine.close()
