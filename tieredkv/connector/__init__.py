@@ -1,0 +1,1 @@
+"""The vLLM connector: tiers behind the engine's own paged KV cache."""

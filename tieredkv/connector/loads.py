@@ -1,0 +1,125 @@
+"""Loads: what a request may count on, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from tieredkv.config import Config
+from tieredkv.connector.requests import Tracked
+from tieredkv.connector.shipping import Shipping
+from tieredkv.connector.wire import Job, Load, Report
+from tieredkv.types import Match, Move, Outcome
+
+Copy = Callable[[Tracked, list[Move]], None]
+"""Has moves out of a request's engine blocks executed."""
+
+
+class Loads:
+    """Loads of one engine. The engine's thread only."""
+
+    def __init__(self, shipping: Shipping, config: Config, block_tokens: int, copy: Copy) -> None:
+        self._shipping = shipping
+        self._chunk, self._block = config.block_tokens, block_tokens
+        self._per_chunk = self._chunk // block_tokens
+        self._wait = config.connector.load == "sync"
+        self._promotes = config.promotion.enabled
+        self._copy = copy
+        self._late: list[Move] = []
+        """Loads that missed their deadline and have not ended."""
+
+    def sound(self, match: Match) -> int:
+        """Leading blocks of the match outside tiers that a load hangs in."""
+        levels = self._shipping.planner.res.levels
+        hanging = {levels[move.src].name for move in self._late if move.src is not None}
+        blocks = 0
+        for tier, count in match.spans:
+            if tier in hanging:
+                break
+            blocks += count
+        return blocks
+
+    def plan(self, tracked: Tracked, tokens: int) -> Load:
+        """Load `tokens` beyond what the engine has into its blocks."""
+        shipping, chunk = self._shipping, self._chunk
+        first, last = tracked.computed // chunk, -(-(tracked.computed + tokens) // chunk)
+        with shipping.lock:
+            _, moves = shipping.planner.plan_get(tracked.keys[:last], first, shipping.clock())
+            shipping.note(moves)
+            names = [level.name for level in shipping.planner.res.levels]
+        missing = set(range(first, last))
+        jobs, tracked.hits = [], {}
+        for move in moves:
+            missing.difference_update(move.depths)
+            blocks = [self._wanted(tracked, depth, tokens) for depth in move.depths]
+            done = partial(self._ended, tracked, move)
+            jobs.append(shipping.ship(move, blocks, tracked.request.request_id, done))
+            assert move.src is not None
+            loaded = sum(block >= 0 for chunk in blocks for block in chunk)
+            tracked.hits[names[move.src]] = loaded * self._block
+        tracked.loading, tracked.saved = True, last
+        lost = [b for d in sorted(missing) for b in self._wanted(tracked, d, tokens) if b >= 0]
+        return Load(tracked.request.request_id, jobs, lost, self._wait)
+
+    def _wanted(self, tracked: Tracked, depth: int, tokens: int) -> list[int]:
+        """Engine blocks of the chunk; -1 for those that are not to be loaded."""
+        start, per = depth * self._per_chunk, self._per_chunk
+        lo = tracked.computed // self._block
+        hi = -(-(tracked.computed + tokens) // self._block)
+        return [tracked.blocks[i] if lo <= i < hi else -1 for i in range(start, start + per)]
+
+    def _ended(self, tracked: Tracked, move: Move, report: Report) -> None:
+        """A load has ended on all ranks."""
+        self._late = [late for late in self._late if late is not move]
+        shipped = self._shipping.shipped.values()
+        tracked.loading = any(s.request == tracked.request.request_id for s in shipped)
+        outcomes = zip(move.depths, report.read, strict=True)
+        bad = next((depth for depth, outcome in outcomes if outcome is not Outcome.OK), None)
+        if bad is not None:
+            tracked.forbid(bad)
+        elif self._promotes and move.src == self._shipping.planner.res.durable:
+            self._promote(tracked, move)
+
+    def given_up(self, request: str, tracked: Tracked | None) -> None:
+        """The engine goes on with the request: what has not been reported is late."""
+        if tracked is not None:
+            tracked.loading = False
+        for shipped in self._shipping.shipped.values():
+            if shipped.request == request:
+                self._late.append(shipped.job.move)
+                if tracked is not None:
+                    tracked.forbid(shipped.job.move.depths[0])
+
+    def _promote(self, tracked: Tracked, move: Move) -> None:
+        """The blocks are in the engine now: copy them from there into a faster tier."""
+        end = (move.depths[-1] + 1) * self._chunk
+        if not tracked.active or tracked.request.num_computed_tokens < end:
+            return  # it has ended, or been preempted: its blocks may be somebody else's
+        shipping = self._shipping
+        held = dict(zip(move.depths, move.generations, strict=True))
+        with shipping.lock:
+            planner, now = shipping.planner, shipping.clock()
+            tier = planner.promotion_target(len(held))
+            if tier is None or tier == move.src:
+                return
+            keys = tracked.keys[: move.depths[-1] + 1]
+            planner.room_for(tier, len(held), keys, now)
+            moves = planner.plan_promote(keys, sorted(held), tier, now, held)
+            shipping.note(moves)
+        shipping.drain()
+        self._copy(tracked, moves)
+
+
+def prefetch(shipping: Shipping, keys: Sequence[bytes]) -> list[Job]:
+    """Bring the chain's durable blocks into memory while its request is queued."""
+    with shipping.lock:
+        planner, now = shipping.planner, shipping.clock()
+        blocks = planner.match(keys).blocks
+        tier = planner.promotion_target(blocks)
+        if not blocks or tier is None or tier == planner.res.durable:
+            return []
+        planner.room_for(tier, blocks, keys, now)
+        moves = planner.plan_promote(keys, range(blocks), tier, now)
+        shipping.note(moves)
+    shipping.drain()
+    return [shipping.ship(move) for move in moves]

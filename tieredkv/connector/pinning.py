@@ -1,0 +1,38 @@
+"""Engine blocks that are held while their bytes are being copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+PART = 4  # copies may hold one in so many of the engine's blocks
+
+
+class Pinning:
+    """References on blocks of the engine's pool. Not thread-safe: the engine's thread only."""
+
+    def __init__(self, blocks: int) -> None:
+        """`blocks` in the engine's pool."""
+        self.held = 0
+        self._limit = max(1, blocks // PART)
+        self._pool: Any = None
+
+    def bind(self, pool: Any) -> None:
+        self._pool = pool
+
+    def fits(self, blocks: int) -> bool:
+        """May so many more be held? One request alone always may, or it could never be saved."""
+        return not self.held or self.held + blocks <= self._limit
+
+    def pin(self, blocks: Iterable[int]) -> Callable[[], None]:
+        """Keep these blocks from being reused until the returned function is called, once."""
+        pool = self._pool
+        held = [pool.blocks[block] for block in blocks]
+        pool.touch(held)
+        self.held += len(held)
+
+        def release() -> None:
+            self.held -= len(held)
+            pool.free_blocks(reversed(held))
+
+        return release

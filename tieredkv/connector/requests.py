@@ -1,0 +1,101 @@
+"""What the scheduler side knows of each request of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tieredkv.config import ConnectorConfig
+from tieredkv.types import Turn
+
+TOOL = "tool_use"
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request, from its arrival to its end. `request` is the engine's own object."""
+
+    request: Any
+    per_chunk: int
+    """Block hashes of the engine in one chunk."""
+    turn: Turn
+    keys: list[bytes] = field(default_factory=list)
+    """Chunk keys: the engine's chained hash of the last block of each."""
+    blocks: list[int] = field(default_factory=list)
+    """Engine blocks, from the first token on."""
+    computed: int = 0
+    """Tokens that the engine had by itself at the latest lookup."""
+    saved: int = 0
+    """Chunks that are stored or planned."""
+    limit: int | None = None
+    """Chunks that may be loaded: loading the next one has failed before."""
+    loading: bool = False
+    active: bool = True
+    """It has not ended."""
+    ready: bool = False
+    """It was scheduled since its latest lookup: what it counts as computed is computed."""
+    fresh: bool = True
+    """False: what is computed must not be stored, the cache was reset meanwhile."""
+    waiting_since: float | None = None
+    """When the next save first found no room."""
+    hits: dict[str, int] = field(default_factory=dict)
+    """Tokens of the latest load by tier."""
+
+    def update_keys(self) -> list[bytes]:
+        """All chunk keys of the tokens known so far. O(new chunks)."""
+        hashes, step = self.request.block_hashes, self.per_chunk
+        self.keys.extend(bytes(key) for key in hashes[(len(self.keys) + 1) * step - 1 :: step])
+        return self.keys
+
+    def forbid(self, chunk: int) -> None:
+        """Loading this chunk has failed: do not offer it to this request again."""
+        self.limit = chunk if self.limit is None else min(self.limit, chunk)
+
+    def confirmed(self, chunk_tokens: int) -> int:
+        """Leading chunks whose KV is computed and whose tokens are certain. What is in flight
+        may still turn out to rest on a failed load, or on a rejected draft."""
+        if not (self.ready and self.fresh):
+            return 0
+        request = self.request
+        tokens: int = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        return max(0, min(tokens // chunk_tokens, len(self.update_keys())))
+
+
+def turn_of(request: Any) -> Turn:
+    """The session and the hints that a request brings: its `session_id`, and in its
+    `kv_transfer_params` the keys `session_id`, `category`, `priority` and `ttl`."""
+    params = params_of(request)
+    session = params.get("session_id") or getattr(request, "session_id", None)
+    ttl, priority = params.get("ttl"), params.get("priority", getattr(request, "priority", 0))
+    return Turn(
+        session=str(session) if session else None,
+        category=_text(params.get("category")),
+        priority=priority if isinstance(priority, int) else 0,
+        ttl=float(ttl) if isinstance(ttl, int | float) and 0 < ttl <= 365 * 86400 else None,
+    )
+
+
+def params_of(request: Any) -> dict[str, Any]:
+    params = getattr(request, "kv_transfer_params", None)
+    return params if isinstance(params, dict) else {}
+
+
+def ending(request: Any, config: ConnectorConfig) -> dict[str, Any]:
+    """Why the turn ended and what follows: told by the client, else the stop token, else the
+    markers in the output, else only the engine's finish reason."""
+    params = params_of(request)
+    output = list(getattr(request, "output_token_ids", ()) or ())
+    tool = _text(params.get("tool"))
+    stop = config.stop_tokens.get(output[-1]) if output else None
+    marked = next((config.marker_tokens[t] for t in output if t in config.marker_tokens), None)
+    told = _text(params.get("category")) or stop or (TOOL if tool or marked else None)
+    reason = getattr(request, "get_finished_reason", lambda: None)()
+    return {
+        "finish_reason": told or (str(reason) if reason is not None else None),
+        "next_tool": tool or marked,
+        "output_tokens": len(output),
+    }
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and 0 < len(value) <= 256 else None

@@ -1,0 +1,331 @@
+"""The scheduler side: the planner, driven by the engine's requests.
+
+Hooks are called by the engine's thread. Commits of the index come in on a thread of their own,
+under the planner's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from tieredkv.build import build_planner, open_disk
+from tieredkv.config import Config
+from tieredkv.connector.loads import Loads, prefetch
+from tieredkv.connector.pinning import Pinning
+from tieredkv.connector.requests import Tracked, ending, params_of, turn_of
+from tieredkv.connector.saves import Saves
+from tieredkv.connector.shipping import Shipping
+from tieredkv.connector.stats import SEPARATOR, Counts, TieredStats
+from tieredkv.connector.wire import Hello, Job, Load, StepMetadata, WorkerMetadata
+from tieredkv.errors import UsageError
+from tieredkv.types import Fingerprint, Move
+
+log = logging.getLogger(__name__)
+
+HELLO_WAIT = 60.0  # seconds until requests go on without the cache
+STUCK = 60.0  # seconds without any report after which an idle engine is not kept stepping
+PREFETCHES = 4  # queued requests looked at in one step
+
+
+class Slots(NamedTuple):
+    """A tier as the planner has to know it."""
+
+    name: str
+    durable: bool
+    slots: int
+
+
+class Geometry(NamedTuple):
+    """Sizes of the engine."""
+
+    block: int
+    """Tokens of an engine block."""
+    hash: int
+    """Tokens that one of the engine's block hashes stands for."""
+    blocks: int
+    """Engine blocks in its pool."""
+    ranks: int
+
+
+class Sides(NamedTuple):
+    """What exists once all ranks have said what their tiers hold."""
+
+    shipping: Shipping
+    saves: Saves
+    loads: Loads
+
+
+class Scheduler:
+    """Plans loads, saves and background moves for one engine."""
+
+    def __init__(
+        self, config: Config, fingerprint: Fingerprint, geometry: Geometry, role: str = "kv_both"
+    ) -> None:
+        """`config`: with this engine's own directory and its chunk size.
+
+        Raises DirectoryInUse, DirectoryError, FormatError.
+        """
+        self._config, self._geometry = config, geometry
+        self._chunk = config.block_tokens
+        self._stores, self._loads_too = role != "kv_consumer", role != "kv_producer"
+        self._disk = open_disk(config, fingerprint, rank=None)
+        self._opened = time.monotonic()
+        self._hellos: list[Hello] = []
+        self.sides: Sides | None = None
+        self._pinning = Pinning(geometry.blocks)
+        self._requests: dict[str, Tracked] = {}
+        self._queued: dict[str, Tracked] = {}
+        """Arrived and without blocks yet, in order."""
+        self._new_loads: list[Load] = []
+        self._cancelled: list[str] = []
+        self.counts = Counts()
+
+    # -- requests -------------------------------------------------------------------------
+
+    def bind(self, pool: Any) -> None:
+        """The engine's block pool, whose blocks are held while they are copied."""
+        self._pinning.bind(pool)
+
+    def arrived(self, request: Any) -> None:
+        self._queued[request.request_id] = self._track(request)
+
+    def lookup(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """(tokens that can be loaded beyond `computed`, asynchronously); None: ask again.
+
+        Repeatable, without side effect on the cache. O(log n).
+        """
+        tracked = self._track(request)
+        tracked.computed, tracked.saved = computed, 0
+        tracked.fresh, tracked.ready = True, False
+        if not self._loads_too or getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False
+        if self.sides is None:
+            late = time.monotonic() - self._opened > HELLO_WAIT
+            return (0 if late or not request.block_hashes else None), False
+        keys = tracked.update_keys()[: tracked.limit]
+        shipping, _, loads = self.sides
+        with shipping.lock:
+            tokens = loads.sound(shipping.planner.match(keys)) * self._chunk
+        asynchronous = self._config.connector.load == "async"
+        if not asynchronous:  # at least one token has to be computed
+            block = self._geometry.block
+            tokens = min(tokens, (request.num_tokens - 1) // block * block)
+        return (tokens - computed, asynchronous) if tokens > computed else (0, False)
+
+    def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
+        """The engine has given `request` these blocks and counts on `tokens` being loaded."""
+        tracked = self._track(request)
+        tracked.blocks, tracked.hits = list(blocks), {}
+        self._queued.pop(request.request_id, None)
+        if tokens > 0:
+            assert self.sides is not None
+            self._new_loads.append(self.sides.loads.plan(tracked, tokens))
+            self.counts.hit(tracked.hits)
+            log.info(
+                "request %s: hit %d tokens beyond %d in the engine, to load %d (%s)",
+                request.request_id, tokens, tracked.computed, sum(tracked.hits.values()),
+                ", ".join(f"{tier} {n}" for tier, n in tracked.hits.items()),
+            )  # fmt: skip
+        elif not tracked.ready:
+            self.counts.add("missed_tokens", by=request.num_tokens - tracked.computed)
+
+    def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens of the latest load come from."""
+        tracked = self._requests.get(request.request_id)
+        disk = 0
+        if tracked is not None and self.sides is not None:
+            durable = self.sides.shipping.planner.res.durable
+            if durable is not None:
+                name = self.sides.shipping.planner.res.levels[durable].name
+                disk = min(tokens, tracked.hits.get(name, 0))
+        found = {CacheHitSource.HOST: tokens - disk, CacheHitSource.DISK: disk}
+        return {source: count for source, count in found.items() if count}
+
+    def finished(self, request: Any, blocks: Sequence[int]) -> None:
+        """The request has ended; its last confirmed chunks are stored from `blocks`."""
+        tracked = self._requests.pop(request.request_id, None)
+        self._queued.pop(request.request_id, None)
+        if tracked is None or self.sides is None:
+            return
+        shipping, saves, _ = self.sides
+        tracked.active, tracked.blocks = False, list(blocks)
+        done = min(tracked.confirmed(self._chunk), len(blocks) // self._per_chunk)
+        if done and self._stores:
+            saves.finish(tracked, done)
+        session = tracked.turn.session
+        if session is not None:
+            facts = ending(request, self._config.connector)
+            with shipping.lock:
+                shipping.planner.turn_ended(session, **facts)
+                if params_of(request).get("finish"):
+                    shipping.planner.end_session(session, shipping.clock())
+        log.info(
+            "request %s: stored %d of %d tokens",
+            request.request_id, tracked.saved * self._chunk, request.num_tokens,
+        )  # fmt: skip
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def build(self, output: Any) -> StepMetadata:
+        """The jobs of this step."""
+        self._follow(output)
+        if self.sides is None:
+            return StepMetadata()
+        shipping, saves, _ = self.sides
+        for name in output.num_scheduled_tokens:
+            tracked = self._requests.get(name)
+            if tracked is not None:
+                done = tracked.confirmed(self._chunk) if self._stores else 0
+                tracked.ready = True
+                if done > tracked.saved:
+                    saves.save(tracked, done)
+        jobs: list[Job] = saves.take()
+        if self._queued and self._config.promotion.enabled:
+            jobs += self._prefetch(shipping)
+        jobs += shipping.background()
+        step = StepMetadata(self._new_loads, jobs, self._cancelled)
+        self._new_loads, self._cancelled = [], []
+        return step
+
+    def heard(self, metadata: Any, finished: Iterable[str]) -> None:
+        """The workers' reports, and the requests whose loads have ended."""
+        if isinstance(metadata, WorkerMetadata):
+            self._hellos += metadata.hellos
+            if self.sides is None and len(self._hellos) >= self._geometry.ranks:
+                self.sides = self._open()
+            if self.sides is not None:
+                self.sides.shipping.hear(metadata)
+        for name in finished:
+            if self.sides is not None:
+                self.sides.loads.given_up(name, self._requests.get(name))
+
+    @property
+    def pending(self) -> bool:
+        """Must an idle engine go on stepping?"""
+        if self.sides is None:
+            return False
+        shipping, saves, _ = self.sides
+        if time.monotonic() - shipping.progress > STUCK:
+            return False
+        return shipping.waiting or saves.waiting or bool(self._new_loads)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Will blocks of the engine come free by themselves?"""
+        return self._pinning.held > 0
+
+    def reset(self) -> bool:
+        """Forget everything, also on disk, for good; False if the disk refused."""
+        for name, tracked in self._requests.items():
+            tracked.fresh, tracked.saved = False, 0
+            if tracked.loading:
+                self._cancelled.append(name)
+        dropped = 0
+        try:
+            if self.sides is not None:
+                self.sides.saves.forget()
+                dropped = self.sides.shipping.clear(None)
+            elif self._disk is not None:
+                self._disk.index.new_epoch()
+        except Exception:
+            log.exception("reset: the index could not be emptied")
+            return False
+        log.info("reset: %d chunks forgotten", dropped)
+        return True
+
+    def close(self) -> None:
+        """Commit what is queued for the index and give the directory back. Idempotent."""
+        if self.sides is not None:
+            self.sides.shipping.close()
+        disk, self._disk = self._disk, None
+        if disk is not None and not disk.close(self._config.mover.close_deadline):
+            log.error("close: a commit hangs; the directory stays locked")
+
+    def stats(self) -> TieredStats | None:
+        """What happened since the last call; None where nothing did."""
+        counters = self.counts.take()
+        if not counters or self.sides is None:
+            return None
+        shipping = self.sides.shipping
+        gauges: dict[str, int] = {
+            "pending_jobs": len(shipping.shipped), "held_blocks": self._pinning.held,
+        }  # fmt: skip
+        for level in shipping.planner.res.levels:
+            gauges[f"used_bytes{SEPARATOR}{level.name}"] = level.pool.used * shipping.block_bytes
+            gauges[f"capacity_bytes{SEPARATOR}{level.name}"] = level.slots * shipping.block_bytes
+        return TieredStats({"counters": counters, "gauges": gauges})
+
+    def events(self) -> list[Any]:
+        """Residency events for cache-aware routers."""
+        return []
+
+    # -- inside ---------------------------------------------------------------------------
+
+    @property
+    def _per_chunk(self) -> int:
+        return self._chunk // self._geometry.block
+
+    def _track(self, request: Any) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            per_chunk = self._chunk // self._geometry.hash
+            tracked = Tracked(request, per_chunk, turn_of(request))
+            self._requests[request.request_id] = tracked
+        return tracked
+
+    def _follow(self, output: Any) -> None:
+        """Learn which blocks the scheduled requests have now."""
+        for new in output.scheduled_new_reqs:
+            tracked = self._requests.get(new.req_id)
+            if tracked is not None:
+                tracked.blocks = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            tracked = self._requests.get(name)
+            if tracked is not None and blocks is not None:
+                if name in cached.resumed_req_ids:
+                    tracked.blocks = []
+                tracked.blocks.extend(blocks[0])
+
+    def _prefetch(self, shipping: Shipping) -> list[Job]:
+        """Promote for requests that were already queued at the step before."""
+        jobs: list[Job] = []
+        for name in list(islice(self._queued, PREFETCHES)):
+            tracked = self._queued.pop(name)
+            jobs += prefetch(shipping, tracked.update_keys())
+        return jobs
+
+    def _open(self) -> Sides:
+        """Build the planner for the smallest of the ranks' tiers."""
+        hellos, ranks = self._hellos, self._geometry.ranks
+        first = hellos[0]
+        if any([t[:2] for t in hello.tiers] != [t[:2] for t in first.tiers] for hello in hellos):
+            raise UsageError("ranks have different tiers: give all of them one configuration")
+        tiers = [
+            Slots(name, durable, min(hello.tiers[i][2] for hello in hellos))
+            for i, (name, durable, _) in enumerate(first.tiers)
+        ]
+        size = sum(hello.chunk_bytes for hello in hellos)
+        if self._disk is not None:
+            self._disk.index.set_map_limit(min(hello.index_bytes for hello in hellos))
+        planner = build_planner(self._config, tiers, self._disk, size)
+        index = self._disk.index if self._disk else None
+        shipping = Shipping(planner, size, self._config.mover, index, time.time, ranks, self._count)
+        saves = Saves(shipping, self._config, self._geometry.block, self._pinning)
+        loads = Loads(shipping, self._config, self._geometry.block, saves.copy)
+        return Sides(shipping, saves, loads)
+
+    def _count(self, move: Move, read: Sequence[Any], write: Sequence[Any]) -> None:
+        assert self.sides is not None
+        levels = self.sides.shipping.planner.res.levels
+        size = self.sides.shipping.block_bytes
+        if move.src is not None:
+            self.counts.moved("read", levels[move.src].name, read, size)
+        if move.dst is not None:
+            self.counts.moved("write", levels[move.dst].name, write, size)

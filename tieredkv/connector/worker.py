@@ -1,0 +1,211 @@
+"""The worker side: executes the planner's jobs on this rank's tiers and engine blocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tieredkv.build import build_tiers, nvme_config
+from tieredkv.config import Config
+from tieredkv.connector.layout import PagedBlocks, PagedCache
+from tieredkv.connector.wire import Hello, Job, Load, Outcomes, Report, StepMetadata, WorkerMetadata
+from tieredkv.executor import DaemonExecutor
+from tieredkv.mover import Mover, Transfer
+from tieredkv.tiers.base import Tier
+from tieredkv.tiers.nvme.directory import Directory
+from tieredkv.types import Fingerprint, Outcome
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Loading:
+    """A request that waits for its blocks."""
+
+    load: Load
+    deadline: float
+    parts: list[tuple[Job, Transfer, PagedBlocks]]
+    left: set[int]
+    """Jobs that have not ended."""
+    cancelled: bool = False
+
+    def give_up(self) -> bool:
+        """Take the engine blocks away from what still runs; False while a copy into them is
+        under way, which cannot hang."""
+        gone = True
+        for job, transfer, blocks in self.parts:
+            if job.id in self.left:
+                transfer.expire(0.0)
+                gone &= blocks.revoke()
+        return gone
+
+    def invalid(self) -> set[int]:
+        """Engine blocks that do not hold what was promised."""
+        bad = set(self.load.missing)
+        for job, transfer, _ in self.parts:
+            for chunk, outcome in zip(job.blocks or (), transfer.write, strict=True):
+                if self.cancelled or outcome is not Outcome.OK:
+                    bad.update(chunk)
+        return {block for block in bad if block >= 0}
+
+
+class Worker:
+    """One rank's tiers and mover. `begin`, `settle` and `report` are called by the engine's
+    thread, once per step."""
+
+    def __init__(self, config: Config, fingerprint: Fingerprint, rank: int, ranks: int) -> None:
+        """`config`: with this engine's own directory. Raises DirectoryInUse, DirectoryError."""
+        self._config, self._ranks = config, ranks
+        self._directory: Directory | None = None
+        nvme = nvme_config(config)
+        if nvme is not None:
+            self._directory = Directory.open(
+                nvme.path, fingerprint, config.block_tokens, rank, index=False
+            )
+        self.tiers: list[Tier] = []
+        self._lock = threading.Condition()
+        self._loading: dict[str, Loading] = {}
+        self._reports: dict[int, Report] = {}
+        self._invalid: set[int] = set()
+        self._store_failed = False
+        self._hello: Hello | None = None
+
+    def register(self, tensors: Iterable[Any], num_blocks: int, block_tokens: int) -> None:
+        """Take the engine's KV tensors (they stay its own) and open the tiers.
+
+        Raises UsageError for tensors that are not understood, CapacityError, ConfigError.
+        """
+        config = self._config
+        self._cache = PagedCache(tensors, num_blocks, config.block_tokens // block_tokens)
+        size = self._cache.chunk_bytes
+        self.tiers = build_tiers(config, self._directory, size, self._ranks)
+        # Queues need no bound of their own: whatever is queued holds engine blocks.
+        bound = max(1, num_blocks) * size
+        threads = config.mover.threads
+        executor = DaemonExecutor(threads, "tieredkv-mover")
+        self._mover = Mover(executor, threads, bound, bound)
+        self._part = max(1, config.mover.batch // size)
+        self._hello = Hello(
+            size,
+            [(tier.name, tier.durable, tier.slots) for tier in self.tiers],
+            getattr(self.tiers[-1], "index_bytes", 0),
+        )
+        log.info(
+            "%d segments, chunks of %d tokens and %d bytes; tiers: %s",
+            len(self._cache.segments),
+            config.block_tokens,
+            size,
+            ", ".join(f"{tier.name} {tier.slots} slots" for tier in self.tiers),
+        )
+
+    # -- one step -------------------------------------------------------------------------
+
+    def begin(self, step: StepMetadata) -> None:
+        """Start the step's jobs; return once loads that the step waits for have settled."""
+        for request in step.cancelled:
+            if request in self._loading:
+                self._loading[request].cancelled = True
+        fence = self._cache.fence() if step.loads or step.jobs else None
+        waited = []
+        for load in step.loads:
+            deadline = time.monotonic() + self._config.connector.load_deadline
+            parts = [self._prepare(job, fence) for job in load.jobs]
+            loading = Loading(load, deadline, parts, {job.id for job in load.jobs})
+            self._loading[load.request] = loading
+            for _, transfer, _ in loading.parts:
+                self._start(transfer, load=True)
+            if load.wait:
+                waited.append(loading)
+        for job in step.jobs:
+            self._start(self._prepare(job, fence)[1], load=False)
+        for loading in waited:
+            self._await(loading)
+
+    def settle(self) -> set[str]:
+        """Requests whose loads have ended, well or not; `take_invalid` says which blocks of
+        them are bad."""
+        settled = set()
+        for request, loading in list(self._loading.items()):
+            late = bool(loading.left) and time.monotonic() >= loading.deadline
+            if loading.left and not (late and loading.give_up()):
+                continue
+            if late:
+                log.warning("load of request %s missed its deadline: recomputing", request)
+                for _, transfer, _ in loading.parts:
+                    self._mover.late(transfer)
+            self._invalid |= loading.invalid()
+            del self._loading[request]
+            if not loading.load.wait:
+                settled.add(request)
+        return settled
+
+    def take_invalid(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def report(self) -> WorkerMetadata | None:
+        """What has really ended since the last call, for the scheduler; None if nothing."""
+        with self._lock:
+            reports, self._reports = self._reports, {}
+            failed, self._store_failed = self._store_failed, False
+        hello, self._hello = self._hello, None
+        if not reports and hello is None:
+            return None
+        slots = [tier.slots for tier in self.tiers] if failed else None
+        return WorkerMetadata(reports, [hello] if hello else [], slots)
+
+    def close(self) -> bool:
+        """End what runs; False if something hangs. Then its tiers stay open. Idempotent."""
+        tiers, self.tiers = self.tiers, []
+        if tiers and not self._mover.close(self._config.mover.close_deadline):
+            log.error("close: transfers still hang; their tiers stay open")
+            return False
+        for tier in tiers:
+            tier.close()
+        if self._directory is not None:
+            self._directory.close()
+        return True
+
+    # -- jobs -----------------------------------------------------------------------------
+
+    def _prepare(self, job: Job, fence: Any) -> tuple[Job, Transfer, PagedBlocks]:
+        """A transfer of the job, in which the engine's blocks are one tier more."""
+        move, tiers = job.move, self.tiers
+        blocks = PagedBlocks(self._cache, job.blocks or [], fence)
+        if job.blocks is not None:
+            here, chunks = len(tiers), list(range(len(move)))
+            tiers = [*tiers, blocks]
+            if move.src is None:
+                move = replace(move, src=here, src_slots=chunks)
+            else:
+                move = replace(move, dst=here, dst_slots=chunks)
+
+        def ended(transfer: Transfer) -> None:
+            self._ended(job, transfer)
+
+        return job, Transfer(move, tiers, None, self._part, ended), blocks
+
+    def _start(self, transfer: Transfer, *, load: bool) -> None:
+        if not self._mover.start(transfer, self._cache.chunk_bytes, load=load):
+            transfer.refuse()
+
+    def _ended(self, job: Job, transfer: Transfer) -> None:
+        read: Outcomes = transfer.read if job.move.src is not None else []
+        write: Outcomes = transfer.write if job.move.dst is not None else []
+        with self._lock:
+            self._reports[job.id] = Report(read, write)
+            for loading in self._loading.values():
+                loading.left.discard(job.id)
+            self._store_failed |= Outcome.FAILED in write
+            self._lock.notify_all()
+
+    def _await(self, loading: Loading) -> None:
+        with self._lock:
+            left = max(0.0, loading.deadline - time.monotonic())
+            self._lock.wait_for(lambda: not loading.left, left)
+        while loading.left and not loading.give_up():
+            time.sleep(0.001)  # a copy into engine blocks is under way; it cannot hang
