@@ -16,12 +16,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tieredkv.build import build_planner, open_disk
 from tieredkv.config import Config
+from tieredkv.connector.events import translate
 from tieredkv.connector.loads import Loads, prefetch
 from tieredkv.connector.pinning import Pinning
 from tieredkv.connector.requests import Tracked, ending, params_of, turn_of
 from tieredkv.connector.saves import Saves
 from tieredkv.connector.shipping import Shipping
-from tieredkv.connector.stats import SEPARATOR, Counts, TieredStats
+from tieredkv.connector.stats import Counts, TieredStats, residency
 from tieredkv.connector.wire import Hello, Job, Load, StepMetadata, WorkerMetadata
 from tieredkv.errors import UsageError
 from tieredkv.types import Fingerprint, Move
@@ -249,21 +250,35 @@ class Scheduler:
 
     def stats(self) -> TieredStats | None:
         """What happened since the last call; None where nothing did."""
-        counters = self.counts.take()
-        if not counters or self.sides is None:
+        if self.sides is None:
             return None
-        shipping = self.sides.shipping
-        gauges: dict[str, int] = {
-            "pending_jobs": len(shipping.shipped), "held_blocks": self._pinning.held,
-        }  # fmt: skip
-        for level in shipping.planner.res.levels:
-            gauges[f"used_bytes{SEPARATOR}{level.name}"] = level.pool.used * shipping.block_bytes
-            gauges[f"capacity_bytes{SEPARATOR}{level.name}"] = level.slots * shipping.block_bytes
-        return TieredStats({"counters": counters, "gauges": gauges})
+        shipping, saves, _ = self.sides
+        dropped, saves.dropped = saves.dropped, 0
+        self.counts.add("dropped_blocks", by=dropped)
+        counters = self.counts.take()
+        if not counters:
+            return None
+        return TieredStats(
+            {
+                "counters": counters,
+                "gauges": {
+                    "pending_jobs": len(shipping.shipped),
+                    "held_blocks": self._pinning.held,
+                    **residency(shipping.planner.res),
+                },
+            }
+        )
 
     def events(self) -> list[Any]:
-        """Residency events for cache-aware routers."""
-        return []
+        """What entered and left the tiers since the last call, for cache-aware routers."""
+        if self.sides is None:
+            return []
+        shipping = self.sides.shipping
+        with shipping.lock:
+            res = shipping.planner.res
+            events = res.events.take() if res.events is not None else []
+        media = {level.name: "STORAGE" if level.durable else "CPU" for level in res.levels}
+        return list(translate(events, media, self._chunk))
 
     # -- inside ---------------------------------------------------------------------------
 

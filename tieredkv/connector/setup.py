@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-log = logging.getLogger(__name__)
+EVENTS = 1 << 16  # kept between two steps, where somebody listens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,11 @@ def setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
     if nvme is not None:
         tiers = (*tiers[:-1], nvme.model_copy(update={"path": nvme.path / name}))
     chunk = identity.chunk_tokens(kv_cache_config, wanted)
+    listeners = vllm_config.kv_events_config
+    events = max(config.events, EVENTS if listeners and listeners.enable_kv_cache_events else 0)
+    filled = {"block_tokens": chunk, "tiers": tiers, "events": events}
     return Setup(
-        config.model_copy(update={"block_tokens": chunk, "tiers": tiers}),
+        config.model_copy(update=filled),
         identity.fingerprint(vllm_config, kv_cache_config, config.connector),
         geometry(vllm_config, kv_cache_config),
         str(transfer.kv_role),

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from tieredkv.planner.residency import Residency
 from tieredkv.types import Outcome
 
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -19,7 +20,6 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "moved_blocks": ("Chunks read or written.", ("operation", "tier", "outcome")),
     "moved_bytes": ("Bytes of chunks read or written well.", ("operation", "tier")),
     "dropped_blocks": ("Chunks not stored: no room, or too many saves under way.", ()),
-    "evicted_blocks": ("Copies that left a tier to make room.", ("tier",)),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "used_bytes": ("Bytes of resident chunks.", ("tier",)),
@@ -53,6 +53,15 @@ class Counts:
     def take(self) -> dict[str, int]:
         tally, self._tally = self._tally, Tally()
         return dict(tally)
+
+
+def residency(res: Residency) -> dict[str, int]:
+    """The gauges of each tier."""
+    gauges = {}
+    for level in res.levels:
+        gauges[f"used_bytes{SEPARATOR}{level.name}"] = level.pool.used * res.block_bytes
+        gauges[f"capacity_bytes{SEPARATOR}{level.name}"] = level.slots * res.block_bytes
+    return gauges
 
 
 class TieredStats(KVConnectorStats):
