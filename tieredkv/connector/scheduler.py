@@ -181,11 +181,14 @@ class Scheduler:
         shipping, saves, _ = self.sides
         for name in output.num_scheduled_tokens:
             tracked = self._requests.get(name)
-            if tracked is not None:
+            if tracked is None:
+                continue
+            # the cheap test first: most requests only decode another token
+            if tracked.request.num_computed_tokens >= (tracked.saved + 1) * self._chunk:
                 done = tracked.confirmed(self._chunk) if self._stores else 0
-                tracked.ready = True
                 if done > tracked.saved:
                     saves.save(tracked, done)
+            tracked.ready = True
         jobs: list[Job] = saves.take()
         if self._queued and self._config.promotion.enabled:
             jobs += self._prefetch(shipping)
@@ -302,8 +305,10 @@ class Scheduler:
                 tracked.blocks = list(new.block_ids[0])
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if blocks is None:
+                continue
             tracked = self._requests.get(name)
-            if tracked is not None and blocks is not None:
+            if tracked is not None:
                 if name in cached.resumed_req_ids:
                     tracked.blocks = []
                 tracked.blocks.extend(blocks[0])
