@@ -8,7 +8,7 @@ segment after the other, the rows of its engine blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class PagedCache:
         """Copy engine blocks into a chunk of host memory, once `fence` has passed."""
         self._copy(blocks, 0, chunk, fence, out=True)
 
-    def scatter(self, chunk: BlockBuffer, blocks: Sequence[int], fence: Any = None) -> None:
+    def scatter(self, blocks: Sequence[int], chunk: BlockBuffer, fence: Any = None) -> None:
         """Copy a chunk into engine blocks; ids below 0 at either end are left alone."""
         wanted = [i for i, block in enumerate(blocks) if block >= 0]
         if wanted:
@@ -91,7 +91,7 @@ class PagedBlocks:
     """The engine blocks of one job as a tier: slot i is its i-th chunk.
 
     Lets a Transfer copy between any tier and the engine without a staging copy where the tier
-    has host memory of its own. `revoke` makes later writes BUSY: the engine may have given the
+    has host memory of its own. After `revoke` every call is BUSY: the engine may have given the
     blocks to somebody else.
     """
 
@@ -103,7 +103,7 @@ class PagedBlocks:
         self.block_bytes = cache.chunk_bytes
         self._cache, self._blocks, self._fence = cache, blocks, fence
         self._lock = threading.Lock()
-        self._writing = 0
+        self._active = 0
         self._revoked = False
 
     @property
@@ -111,28 +111,31 @@ class PagedBlocks:
         return len(self._blocks)
 
     def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
-        for slot, target in zip(batch.slots, targets, strict=True):
-            self._cache.gather(self._blocks[slot], target, self._fence)
-        return [Outcome.OK] * len(batch)
+        return self._copy(self._cache.gather, batch, targets)
 
     def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
+        return self._copy(self._cache.scatter, batch, sources)
+
+    def _copy(
+        self, copy: Callable[[Any, Any, Any], None], batch: Batch, buffers: BlockBuffers
+    ) -> list[Outcome]:
         with self._lock:
             if self._revoked:
                 return [Outcome.BUSY] * len(batch)
-            self._writing += 1
+            self._active += 1
         try:
-            for slot, source in zip(batch.slots, sources, strict=True):
-                self._cache.scatter(source, self._blocks[slot], self._fence)
+            for slot, buffer in zip(batch.slots, buffers, strict=True):
+                copy(self._blocks[slot], buffer, self._fence)
         finally:
             with self._lock:
-                self._writing -= 1
+                self._active -= 1
         return [Outcome.OK] * len(batch)
 
     def revoke(self) -> bool:
-        """Let no further write begin; False while one is under way, which will end by itself."""
+        """Let no further copy begin; False while one is under way, which will end by itself."""
         with self._lock:
             self._revoked = True
-            return not self._writing
+            return not self._active
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
         return None

@@ -43,9 +43,11 @@ class Tracked:
 
     def update_keys(self) -> list[bytes]:
         """All chunk keys of the tokens known so far. O(new chunks)."""
-        hashes, step = self.request.block_hashes, self.per_chunk
-        self.keys.extend(bytes(key) for key in hashes[(len(self.keys) + 1) * step - 1 :: step])
-        return self.keys
+        hashes, step, keys = self.request.block_hashes, self.per_chunk, self.keys
+        while keys and (len(keys) * step > len(hashes) or hashes[len(keys) * step - 1] != keys[-1]):
+            keys.pop()  # a streaming input has replaced the last tokens
+        keys.extend(bytes(key) for key in hashes[(len(keys) + 1) * step - 1 :: step])
+        return keys
 
     def forbid(self, chunk: int) -> None:
         """Loading this chunk has failed: do not offer it to this request again."""
@@ -81,14 +83,15 @@ def params_of(request: Any) -> dict[str, Any]:
 
 
 def ending(request: Any, config: ConnectorConfig) -> dict[str, Any]:
-    """Why the turn ended and what follows: told by the client, else the stop token, else the
-    markers in the output, else only the engine's finish reason."""
+    """Why the turn ended and what follows: told by the client (`category`, `tool`, `pause`),
+    else the stop token, else the markers in the output, else only the engine's finish reason."""
     params = params_of(request)
     output = list(getattr(request, "output_token_ids", ()) or ())
     tool = _text(params.get("tool"))
     stop = config.stop_tokens.get(output[-1]) if output else None
     marked = next((config.marker_tokens[t] for t in output if t in config.marker_tokens), None)
     told = _text(params.get("category")) or stop or (TOOL if tool or marked else None)
+    told = told or ("pause" if params.get("pause") else None)
     reason = getattr(request, "get_finished_reason", lambda: None)()
     return {
         "finish_reason": told or (str(reason) if reason is not None else None),

@@ -95,8 +95,8 @@ class Saves:
         for move in moves:
             chunks = [tracked.blocks[depth * per : (depth + 1) * per] for depth in move.depths]
             release = self._pinning.pin(block for chunk in chunks for block in chunk)
-            done = partial(self._copied, tracked, move, release)
-            self._jobs.append(self._shipping.ship(move, chunks, done=done))
+            done = partial(self._copied, tracked, move)
+            self._jobs.append(self._shipping.ship(move, chunks, done=done, release=release))
 
     def forget(self) -> None:
         """The cache was reset: nothing that waits may be stored."""
@@ -104,8 +104,7 @@ class Saves:
             release()
         self._ended = []
 
-    def _copied(self, tracked: Tracked, move: Move, release: Release, report: Report) -> None:
-        release()
+    def _copied(self, tracked: Tracked, move: Move, report: Report) -> None:
         if tracked.turn.ttl and tracked.fresh:
             keys, shipping = tracked.keys[: move.depths[-1] + 1], self._shipping
             with shipping.lock:

@@ -102,7 +102,7 @@ class Scheduler:
         Repeatable, without side effect on the cache. O(log n).
         """
         tracked = self._track(request)
-        tracked.computed, tracked.saved = computed, 0
+        tracked.computed, tracked.saved, tracked.hits = computed, 0, {}
         tracked.fresh, tracked.ready = True, False
         if not self._loads_too or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
@@ -122,7 +122,7 @@ class Scheduler:
     def allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
         """The engine has given `request` these blocks and counts on `tokens` being loaded."""
         tracked = self._track(request)
-        tracked.blocks, tracked.hits = list(blocks), {}
+        tracked.blocks = list(blocks)
         self._queued.pop(request.request_id, None)
         if tokens > 0:
             assert self.sides is not None
@@ -133,8 +133,9 @@ class Scheduler:
                 request.request_id, tokens, tracked.computed, sum(tracked.hits.values()),
                 ", ".join(f"{tier} {n}" for tier, n in tracked.hits.items()),
             )  # fmt: skip
-        elif not tracked.ready:
-            self.counts.add("missed_tokens", by=request.num_tokens - tracked.computed)
+        elif not tracked.ready:  # all that is left has to be computed
+            known = max(tracked.computed, request.num_computed_tokens)
+            self.counts.add("missed_tokens", by=request.num_tokens - known)
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the latest load come from."""
@@ -201,8 +202,8 @@ class Scheduler:
         """The workers' reports, and the requests whose loads have ended."""
         if isinstance(metadata, WorkerMetadata):
             self._hellos += metadata.hellos
-            if self.sides is None and len(self._hellos) >= self._geometry.ranks:
-                self.sides = self._open()
+            if len(self._hellos) >= self._geometry.ranks:
+                self._open()
             if self.sides is not None:
                 self.sides.shipping.hear(metadata)
         for name in finished:
@@ -321,9 +322,17 @@ class Scheduler:
             jobs += prefetch(shipping, tracked.update_keys())
         return jobs
 
-    def _open(self) -> Sides:
-        """Build the planner for the smallest of the ranks' tiers."""
-        hellos, ranks = self._hellos, self._geometry.ranks
+    def _open(self) -> None:
+        """All ranks have said hello. What fails now must not take the engine down."""
+        hellos, self._hellos = self._hellos, []
+        try:
+            self.sides = self._build(hellos)
+        except Exception:
+            self._opened = float("-inf")
+            log.exception("the cache is off: nothing is stored and nothing loaded")
+
+    def _build(self, hellos: list[Hello]) -> Sides:
+        """A planner for the smallest of the ranks' tiers."""
         first = hellos[0]
         if any([t[:2] for t in hello.tiers] != [t[:2] for t in first.tiers] for hello in hellos):
             raise UsageError("ranks have different tiers: give all of them one configuration")
@@ -331,15 +340,21 @@ class Scheduler:
             Slots(name, durable, min(hello.tiers[i][2] for hello in hellos))
             for i, (name, durable, _) in enumerate(first.tiers)
         ]
+        config, disk, block = self._config, self._disk, self._geometry.block
         size = sum(hello.chunk_bytes for hello in hellos)
-        if self._disk is not None:
-            self._disk.index.set_map_limit(min(hello.index_bytes for hello in hellos))
-        planner = build_planner(self._config, tiers, self._disk, size)
-        index = self._disk.index if self._disk else None
-        shipping = Shipping(planner, size, self._config.mover, index, time.time, ranks, self._count)
-        saves = Saves(shipping, self._config, self._geometry.block, self._pinning)
-        loads = Loads(shipping, self._config, self._geometry.block, saves.copy)
-        return Sides(shipping, saves, loads)
+        if disk is not None:
+            disk.index.set_map_limit(min(hello.index_bytes for hello in hellos))
+        shipping = Shipping(
+            build_planner(config, tiers, disk, size),
+            size,
+            config.mover,
+            disk.index if disk else None,
+            time.time,
+            self._geometry.ranks,
+            self._count,
+        )
+        saves = Saves(shipping, config, block, self._pinning)
+        return Sides(shipping, saves, Loads(shipping, config, block, saves.copy))
 
     def _count(self, move: Move, read: Sequence[Any], write: Sequence[Any]) -> None:
         assert self.sides is not None

@@ -29,6 +29,10 @@ class Shipped:
     left: int
     """Ranks that have not reported."""
     done: Done | None
+    release: Callable[[], None] | None
+    """Gives the engine's blocks back; None once done."""
+    unreleased: int
+    """Ranks that may still touch those blocks."""
     report: Report | None = field(default=None)
 
 
@@ -64,12 +68,16 @@ class Shipping(Control):
         blocks: list[list[int]] | None = None,
         request: str | None = None,
         done: Done | None = None,
+        release: Callable[[], None] | None = None,
     ) -> Job:
-        """A job for the metadata of this step; the move must be noted. `done` is called once
-        all ranks have ended it and the planner knows; the lock is not held then."""
+        """A job for the metadata of this step; the move must be noted.
+
+        `done` is called once all ranks have ended it and the planner knows, `release` once,
+        when no rank touches the job's engine blocks any more; the lock is not held then.
+        """
         job = Job(self._next, move, blocks)
         self._next += 1
-        self.shipped[job.id] = Shipped(job, request, self._ranks, done)
+        self.shipped[job.id] = Shipped(job, request, self._ranks, done, release, self._ranks)
         self.progress = time.monotonic()
         return job
 
@@ -100,15 +108,25 @@ class Shipping(Control):
             before = shipped.report
             shipped.report = report if before is None else before.merge(report)
             shipped.left -= report.ranks
+            self._release(shipped, report.holding)
             if shipped.left <= 0:
                 del self.shipped[number]
                 ended.append(shipped)
+        for number, ranks in metadata.released.items():
+            if number in self.shipped:
+                self._release(self.shipped[number], ranks)
         if metadata.slots is not None:
             with self.lock:
                 for tier, slots in enumerate(metadata.slots):
                     self.planner.shrink(tier, slots)
         for shipped in ended:
             self._finish(shipped)
+
+    def _release(self, shipped: Shipped, ranks: int) -> None:
+        shipped.unreleased -= ranks
+        if shipped.release is not None and shipped.unreleased <= 0:
+            shipped.release()
+            shipped.release = None
 
     def _finish(self, shipped: Shipped) -> None:
         report = shipped.report

@@ -70,6 +70,8 @@ class Report:
     read: Outcomes
     write: Outcomes
     ranks: int = 1
+    holding: int = 1
+    """Those of them that had not released the job's engine blocks before."""
 
     def merge(self, other: Report) -> Report:
         """A failure on one rank is a failure of the block."""
@@ -77,6 +79,7 @@ class Report:
             worst(self.read, other.read),
             worst(self.write, other.write),
             self.ranks + other.ranks,
+            self.holding + other.holding,
         )
 
 
@@ -84,6 +87,8 @@ class Report:
 class WorkerMetadata(KVConnectorWorkerMetadata):
     reports: dict[int, Report] = field(default_factory=dict)
     hellos: list[Hello] = field(default_factory=list)
+    released: dict[int, int] = field(default_factory=dict)
+    """Jobs that have not ended but touch no engine block any more -> ranks that say so."""
     slots: list[int] | None = None
     """Usable slots of each tier, where a store has just failed."""
 
@@ -95,7 +100,10 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         slots = self.slots or other.slots
         if self.slots and other.slots:
             slots = [min(pair) for pair in zip(self.slots, other.slots, strict=True)]
-        return WorkerMetadata(reports, self.hellos + other.hellos, slots)
+        released = dict(self.released)
+        for job, ranks in other.released.items():
+            released[job] = released.get(job, 0) + ranks
+        return WorkerMetadata(reports, self.hellos + other.hellos, released, slots)
 
 
 _SEVERITY = (Outcome.OK, Outcome.BUSY, Outcome.MISSING, Outcome.FAILED, Outcome.CORRUPT)

@@ -23,6 +23,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
+class Saving:
+    """A copy out of engine blocks, which are held meanwhile."""
+
+    deadline: float
+    transfer: Transfer
+    blocks: PagedBlocks
+
+
+@dataclass(slots=True)
 class Loading:
     """A request that waits for its blocks."""
 
@@ -69,6 +78,12 @@ class Worker:
         self.tiers: list[Tier] = []
         self._lock = threading.Condition()
         self._loading: dict[str, Loading] = {}
+        self._saving: dict[int, Saving] = {}
+        """Oldest first; without those whose blocks were released."""
+        self._released: dict[int, int] = {}
+        """Of those, what is still to be told."""
+        self._freed: set[int] = set()
+        """Jobs that were released and have not ended."""
         self._reports: dict[int, Report] = {}
         self._invalid: set[int] = set()
         self._store_failed = False
@@ -120,14 +135,19 @@ class Worker:
                 self._start(transfer, load=True)
             if load.wait:
                 waited.append(loading)
+        deadline = time.monotonic() + self._config.mover.put_deadline
         for job in step.jobs:
-            self._start(self._prepare(job, fence)[1], load=False)
+            _, transfer, blocks = self._prepare(job, fence)
+            if job.blocks is not None:
+                self._saving[job.id] = Saving(deadline, transfer, blocks)
+            self._start(transfer, load=False)
         for loading in waited:
             self._await(loading)
 
     def settle(self) -> set[str]:
         """Requests whose loads have ended, well or not; `take_invalid` says which blocks of
         them are bad."""
+        self._release_late()
         settled = set()
         for request, loading in list(self._loading.items()):
             late = bool(loading.left) and time.monotonic() >= loading.deadline
@@ -151,12 +171,13 @@ class Worker:
         """What has really ended since the last call, for the scheduler; None if nothing."""
         with self._lock:
             reports, self._reports = self._reports, {}
+            released, self._released = self._released, {}
             failed, self._store_failed = self._store_failed, False
         hello, self._hello = self._hello, None
-        if not reports and hello is None:
+        if not reports and not released and hello is None:
             return None
         slots = [tier.slots for tier in self.tiers] if failed else None
-        return WorkerMetadata(reports, [hello] if hello else [], slots)
+        return WorkerMetadata(reports, [hello] if hello else [], released, slots)
 
     def close(self) -> bool:
         """End what runs; False if something hangs. Then its tiers stay open. Idempotent."""
@@ -197,11 +218,28 @@ class Worker:
         read: Outcomes = transfer.read if job.move.src is not None else []
         write: Outcomes = transfer.write if job.move.dst is not None else []
         with self._lock:
-            self._reports[job.id] = Report(read, write)
+            held = job.id not in self._freed
+            self._freed.discard(job.id)
+            self._reports[job.id] = Report(read, write, holding=int(held))
+            self._saving.pop(job.id, None)
             for loading in self._loading.values():
                 loading.left.discard(job.id)
             self._store_failed |= Outcome.FAILED in write
             self._lock.notify_all()
+
+    def _release_late(self) -> None:
+        """Give up on saves beyond their deadline: the engine needs its blocks."""
+        now = time.monotonic()
+        with self._lock:
+            late = [(i, s) for i, s in self._saving.items() if s.deadline <= now]
+        for number, saving in late:
+            saving.transfer.expire(0.0)
+            if saving.blocks.revoke():
+                self._mover.late(saving.transfer)
+                with self._lock:
+                    if self._saving.pop(number, None) is not None:
+                        self._released[number] = 1
+                        self._freed.add(number)
 
     def _await(self, loading: Loading) -> None:
         with self._lock:
