@@ -50,8 +50,10 @@ class Tracked:
         return keys
 
     def forbid(self, chunk: int) -> None:
-        """Loading this chunk has failed: do not offer it to this request again."""
+        """Loading this chunk has failed: do not offer it to this request again, and store anew
+        what it computes instead."""
         self.limit = chunk if self.limit is None else min(self.limit, chunk)
+        self.saved = min(self.saved, chunk)
 
     def confirmed(self, chunk_tokens: int) -> int:
         """Leading chunks whose KV is computed and whose tokens are certain. What is in flight
