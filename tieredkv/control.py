@@ -109,13 +109,16 @@ class Control:
         with self.lock:
             return bool(self.planner.durable(key))
 
-    def clear(self, tier: int | None) -> int:
+    def clear(self, tier: int | None, *, until_reopened: bool = False) -> int:
         """Forget everything in one tier, or in all; blocks forgotten. Other calls wait for the
-        commit of the new epoch: nothing may enter the index meanwhile."""
+        commit of the new epoch: nothing may enter the index meanwhile. `until_reopened`: what
+        is stored from now on is of no use to the next process."""
 
         def work(planner: Planner) -> int:
             durable = self.index is not None and tier in (None, planner.res.durable)
-            epoch = self.index.new_epoch() if self.index is not None and durable else None
+            epoch = None
+            if self.index is not None and durable:
+                epoch = self.index.new_epoch(until_reopened=until_reopened)
             return planner.clear(tier, epoch)
 
         return self.apply(work)

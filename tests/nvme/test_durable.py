@@ -167,6 +167,24 @@ def test_a_new_epoch_drops_everything(world: World) -> None:
     assert world.keys() == {key_of(6)}
 
 
+def test_a_volatile_epoch_ends_with_the_next_opening(world: World) -> None:
+    old = world.index.new_epoch(until_reopened=True)
+    assert world.commit([piece(0, 5)])
+    assert world.reopen().epoch == old + 1
+    assert world.keys() == set()
+    assert world.commit([piece(6, 1)])
+    assert world.reopen().epoch == old + 1
+    assert world.keys() == {key_of(6)}
+
+
+def test_an_ordinary_reset_ends_a_volatile_epoch(world: World) -> None:
+    world.index.new_epoch(until_reopened=True)
+    old = world.index.new_epoch()
+    assert world.commit([piece(0, 1)])
+    assert world.reopen().epoch == old
+    assert world.keys() == {key_of(0)}
+
+
 def test_what_load_drops(world: World) -> None:
     a = piece(0, 3)
     assert world.commit(

@@ -226,7 +226,11 @@ class Scheduler:
         return self._pinning.held > 0
 
     def reset(self) -> bool:
-        """Forget everything, also on disk, for good; False if the disk refused."""
+        """Forget everything, also on disk, for good; False if the disk refused.
+
+        The engine may have other weights now, which the next process will not have: it will
+        find nothing of what is stored from here on.
+        """
         for name, tracked in self._requests.items():
             tracked.fresh, tracked.saved = False, 0
             if tracked.loading:
@@ -235,9 +239,9 @@ class Scheduler:
         try:
             if self.sides is not None:
                 self.sides.saves.forget()
-                dropped = self.sides.shipping.clear(None)
+                dropped = self.sides.shipping.clear(None, until_reopened=True)
             elif self._disk is not None:
-                self._disk.index.new_epoch()
+                self._disk.index.new_epoch(until_reopened=True)
         except Exception:
             log.exception("reset: the index could not be emptied")
             return False

@@ -162,8 +162,9 @@ class DurableIndex:
         if self._changes.add(Change(puts, deletes, done)):
             self._executor.submit(self._commit)
 
-    def new_epoch(self) -> int:
-        """Drop all records and commit the next epoch, before returning it.
+    def new_epoch(self, *, until_reopened: bool = False) -> int:
+        """Drop all records and commit the next epoch, before returning it. `until_reopened`: the
+        next opening begins another one, whatever is stored until then.
 
         What was queued before is answered `done(False)`, or was committed before. Raises
         DirectoryError if that cannot be made durable; then the old epoch goes on.
@@ -180,6 +181,7 @@ class DurableIndex:
             def reset(txn: Transaction) -> None:
                 txn.drop_all()
                 txn.put_meta(b"epoch", epoch)
+                txn.put_meta(b"volatile", int(until_reopened))
 
             self._write(reset, forgets=True)
             self._epoch = epoch
@@ -245,6 +247,11 @@ class DurableIndex:
             skip = int.from_bytes(os.urandom(2), "little") + 1 if self.moved_to else 0
             self._boot = (txn.get_meta(b"boot") or skip << 6) + 1
             self._epoch = txn.get_meta(b"epoch") or skip + 1
+            if txn.get_meta(b"volatile"):
+                log.info("index %s: dropping what was stored after a reset", self.path)
+                self._epoch += 1
+                txn.drop_all()
+                txn.put_meta(b"volatile", 0)
             self._block_bytes = txn.get_meta(b"block_bytes") or known_block_bytes
             if self._boot >> BOOT_BITS:
                 raise FormatError(f"{self.path}: opened too often; remove the directory")
