@@ -41,7 +41,8 @@ class Engine:
     def __init__(self, requests: int) -> None:
         from tieredkv.config import Config
         from tieredkv.connector import wire
-        from tieredkv.connector.scheduler import Geometry, Scheduler
+        from tieredkv.connector.scheduler import Scheduler
+        from tieredkv.connector.sides import Geometry
         from tieredkv.types import Fingerprint, Outcome
 
         self.wire, self.ok = wire, Outcome.OK

@@ -165,7 +165,7 @@ def _unsupported_model(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     if vllm_config.model_config.is_encoder_decoder:
         yield "encoder-decoder models cannot be stored; use a decoder-only model"
     if getattr(kv_cache_config, "kv_cache_layout", None) is None:
-        yield "this vLLM does not tell the layout of its KV cache; use vLLM 0.31 or later"
+        yield "this vLLM does not tell the layout of its KV cache; use vLLM 0.32 or later"
 
 
 def _unsupported_setting(vllm_config: VllmConfig) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,10 @@ class Tracked:
     """False: what is computed must not be stored, the cache was reset meanwhile."""
     waiting_since: float | None = None
     """When the next save first found no room."""
+    copies: int = 0
+    """Copies out of its blocks that have not ended."""
+    saved_all: Callable[[], None] | None = None
+    """To be called once an ended request has nothing left to save."""
     hits: dict[str, int] = field(default_factory=dict)
     """Tokens of the latest load by tier."""
 
@@ -48,6 +53,12 @@ class Tracked:
             keys.pop()  # a streaming input has replaced the last tokens
         keys.extend(bytes(key) for key in hashes[(len(keys) + 1) * step - 1 :: step])
         return keys
+
+    def settle(self) -> None:
+        """Call `saved_all` if it is due."""
+        if not self.copies and self.saved_all is not None:
+            self.saved_all()
+            self.saved_all = None
 
     def forbid(self, chunk: int) -> None:
         """Loading this chunk has failed: do not offer it to this request again, and store anew

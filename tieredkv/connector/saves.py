@@ -40,6 +40,7 @@ class Saves:
         for tracked, done, release in waiting:
             if self.save(tracked, done):
                 release()  # the save holds them by itself
+                tracked.settle()
             else:
                 self._ended.append((tracked, done, release))
         jobs, self._jobs = self._jobs, []
@@ -82,9 +83,11 @@ class Saves:
     def finish(self, tracked: Tracked, done: int) -> None:
         """Store what an ended request has computed, from blocks that it is about to give up."""
         if self.save(tracked, done):
+            tracked.settle()
             return
         if tracked.waiting_since is None:
             self.dropped += done - tracked.saved
+            tracked.settle()
             return
         held = tracked.blocks[: done * self._per_chunk]
         self._ended.append((tracked, done, self._pinning.pin(held)))
@@ -96,24 +99,30 @@ class Saves:
             chunks = [tracked.blocks[depth * per : (depth + 1) * per] for depth in move.depths]
             release = self._pinning.pin(block for chunk in chunks for block in chunk)
             done = partial(self._copied, tracked, move)
+            tracked.copies += 1
             self._jobs.append(self._shipping.ship(move, chunks, done=done, release=release))
 
     def forget(self) -> None:
         """The cache was reset: nothing that waits may be stored."""
-        for _, _, release in self._ended:
+        ended, self._ended = self._ended, []
+        for tracked, _, release in ended:
             release()
-        self._ended = []
+            tracked.settle()
 
     def _copied(self, tracked: Tracked, move: Move, report: Report) -> None:
         if tracked.turn.ttl and tracked.fresh:
             keys, shipping = tracked.keys[: move.depths[-1] + 1], self._shipping
             with shipping.lock:
                 shipping.planner.hold(keys, tracked.turn.ttl, shipping.clock())
+        tracked.copies -= 1
+        tracked.settle()
 
     def _session(self, tracked: Tracked) -> str:
         """Where the client names none: the session that wrote the leaf run which this request
         extends, else a new one."""
-        _, run = self._shipping.planner.res.tree.match(tracked.keys, visible=False)
-        if run is not None and not run.children and run.turn is not None and run.turn.session:
-            return run.turn.session
+        blocks, run = self._shipping.planner.res.tree.match(tracked.keys, visible=False)
+        leaf = run is not None and run.end == blocks and not run.children
+        turn = run.turn if run is not None and leaf else None
+        if turn is not None and turn.session is not None:
+            return turn.session
         return f"request:{tracked.request.request_id}"

@@ -9,22 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tieredkv.build import build_planner, open_disk
+from tieredkv.build import open_disk
 from tieredkv.config import Config
 from tieredkv.connector.events import translate
-from tieredkv.connector.loads import Loads, prefetch
+from tieredkv.connector.loads import prefetch
 from tieredkv.connector.pinning import Pinning
 from tieredkv.connector.requests import Tracked, ending, params_of, turn_of
-from tieredkv.connector.saves import Saves
 from tieredkv.connector.shipping import Shipping
+from tieredkv.connector.sides import Geometry, Sides, open_sides
 from tieredkv.connector.stats import Counts, TieredStats, residency
 from tieredkv.connector.wire import Hello, Job, Load, StepMetadata, WorkerMetadata
-from tieredkv.errors import UsageError
 from tieredkv.types import Fingerprint, Move
 
 log = logging.getLogger(__name__)
@@ -32,34 +32,6 @@ log = logging.getLogger(__name__)
 HELLO_WAIT = 60.0  # seconds until requests go on without the cache
 STUCK = 60.0  # seconds without any report after which an idle engine is not kept stepping
 PREFETCHES = 4  # queued requests looked at in one step
-
-
-class Slots(NamedTuple):
-    """A tier as the planner has to know it."""
-
-    name: str
-    durable: bool
-    slots: int
-
-
-class Geometry(NamedTuple):
-    """Sizes of the engine."""
-
-    block: int
-    """Tokens of an engine block."""
-    hash: int
-    """Tokens that one of the engine's block hashes stands for."""
-    blocks: int
-    """Engine blocks in its pool."""
-    ranks: int
-
-
-class Sides(NamedTuple):
-    """What exists once all ranks have said what their tiers hold."""
-
-    shipping: Shipping
-    saves: Saves
-    loads: Loads
 
 
 class Scheduler:
@@ -155,18 +127,13 @@ class Scheduler:
         self._queued.pop(request.request_id, None)
         if tracked is None or self.sides is None:
             return
-        shipping, saves, _ = self.sides
         tracked.active, tracked.blocks = False, list(blocks)
         done = min(tracked.confirmed(self._chunk), len(blocks) // self._per_chunk)
+        tracked.saved_all = partial(self._end_turn, tracked)
         if done and self._stores:
-            saves.finish(tracked, done)
-        session = tracked.turn.session
-        if session is not None:
-            facts = ending(request, self._config.connector)
-            with shipping.lock:
-                shipping.planner.turn_ended(session, **facts)
-                if params_of(request).get("finish"):
-                    shipping.planner.end_session(session, shipping.clock())
+            self.sides.saves.finish(tracked, done)
+        else:
+            tracked.settle()
         log.info(
             "request %s: stored %d of %d tokens",
             request.request_id, tracked.saved * self._chunk, request.num_tokens,
@@ -302,6 +269,17 @@ class Scheduler:
             self._requests[request.request_id] = tracked
         return tracked
 
+    def _end_turn(self, tracked: Tracked) -> None:
+        """Tell the planner what ended the turn, once its last chunk is stored."""
+        session, request = tracked.turn.session, tracked.request
+        if session is None or self.sides is None:
+            return
+        shipping = self.sides.shipping
+        with shipping.lock:
+            shipping.planner.turn_ended(session, **ending(request, self._config.connector))
+            if params_of(request).get("finish"):
+                shipping.planner.end_session(session, shipping.clock())
+
     def _follow(self, output: Any) -> None:
         """Learn which blocks the scheduled requests have now."""
         for new in output.scheduled_new_reqs:
@@ -330,35 +308,12 @@ class Scheduler:
         """All ranks have said hello. What fails now must not take the engine down."""
         hellos, self._hellos = self._hellos, []
         try:
-            self.sides = self._build(hellos)
+            self.sides = open_sides(
+                self._config, self._geometry, self._disk, hellos, self._pinning, self._count
+            )
         except Exception:
             self._opened = float("-inf")
             log.exception("the cache is off: nothing is stored and nothing loaded")
-
-    def _build(self, hellos: list[Hello]) -> Sides:
-        """A planner for the smallest of the ranks' tiers."""
-        first = hellos[0]
-        if any([t[:2] for t in hello.tiers] != [t[:2] for t in first.tiers] for hello in hellos):
-            raise UsageError("ranks have different tiers: give all of them one configuration")
-        tiers = [
-            Slots(name, durable, min(hello.tiers[i][2] for hello in hellos))
-            for i, (name, durable, _) in enumerate(first.tiers)
-        ]
-        config, disk, block = self._config, self._disk, self._geometry.block
-        size = sum(hello.chunk_bytes for hello in hellos)
-        if disk is not None:
-            disk.index.set_map_limit(min(hello.index_bytes for hello in hellos))
-        shipping = Shipping(
-            build_planner(config, tiers, disk, size),
-            size,
-            config.mover,
-            disk.index if disk else None,
-            time.time,
-            self._geometry.ranks,
-            self._count,
-        )
-        saves = Saves(shipping, config, block, self._pinning)
-        return Sides(shipping, saves, Loads(shipping, config, block, saves.copy))
 
     def _count(self, move: Move, read: Sequence[Any], write: Sequence[Any]) -> None:
         assert self.sides is not None

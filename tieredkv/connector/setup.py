@@ -10,7 +10,8 @@ from tieredkv.build import nvme_config
 from tieredkv.config import Config
 from tieredkv.config_load import parse
 from tieredkv.connector import identity
-from tieredkv.connector.scheduler import Geometry, Scheduler
+from tieredkv.connector.scheduler import Scheduler
+from tieredkv.connector.sides import Geometry
 from tieredkv.connector.worker import Worker
 from tieredkv.types import Fingerprint
 

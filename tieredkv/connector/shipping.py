@@ -100,6 +100,9 @@ class Shipping(Control):
 
     def hear(self, metadata: WorkerMetadata) -> None:
         """Take the workers' reports."""
+        for number, ranks in metadata.released.items():  # first: they may have ended since
+            if number in self.shipped:
+                self._release(self.shipped[number], ranks)
         ended = []
         for number, report in metadata.reports.items():
             shipped = self.shipped.get(number)
@@ -112,9 +115,6 @@ class Shipping(Control):
             if shipped.left <= 0:
                 del self.shipped[number]
                 ended.append(shipped)
-        for number, ranks in metadata.released.items():
-            if number in self.shipped:
-                self._release(self.shipped[number], ranks)
         if metadata.slots is not None:
             with self.lock:
                 for tier, slots in enumerate(metadata.slots):
