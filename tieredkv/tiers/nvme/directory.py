@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 PROBE_WAIT = 0.2  # seconds; another store that looks for room holds a free lock for a moment
 GROWTH_WAIT = 5.0
-TEMPORARY = re.compile(r"(seg-\d{6}\.kv|fingerprint\.json|probe)\.tmp")
+TEMPORARY = re.compile(r"(seg-\d{6}\.kv|fingerprint\.json(\.\d+)?|probe)\.tmp")
 LEFTOVER = re.compile(r"index\.corrupt-\d+|seg-\d{6}\.kv\.quarantine")
 
 
@@ -90,8 +90,9 @@ class Directory:
             raise refused(root, error) from error
         try:
             directory._mark(fingerprint, block_tokens)
-            directory._remove_temporary()
-            usage.remove_reclaimed(directory.root)
+            directory._remove_temporary(shared=index)
+            if index:
+                usage.remove_reclaimed(directory.root)
         except OSError as error:
             directory.close()
             raise refused(root, error) from error
@@ -198,7 +199,8 @@ class Directory:
             },
             indent=2,
         )
-        tmp = marker.with_name(marker.name + ".tmp")
+        # ranks come together: each writes a file of its own, and the last one stays
+        tmp = marker.with_name(f"{marker.name}.{os.getpid()}.tmp")
         with tmp.open("w") as file:
             file.write(text + "\n")
             file.flush()
@@ -207,8 +209,9 @@ class Directory:
         sync_directory(self.path)
         sync_directory(self.root)
 
-    def _remove_temporary(self) -> None:
-        paths = [*self.path.iterdir()]
+    def _remove_temporary(self, *, shared: bool) -> None:
+        """Of our rank; `shared`: also of the whole directory, where one process may clean."""
+        paths = [*self.path.iterdir()] if shared else []
         if self.rank is not None:
             paths += self.rank_path.iterdir()
         for path in paths:
