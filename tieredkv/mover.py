@@ -158,12 +158,12 @@ class Transfer:
             return got, got
         here = source.views(move.src_slots[lo:hi])
         if here is not None:
-            return ok, write(target, move.write_batch(lo, hi), here)
+            return ok, attempt(target, move.write_batch(lo, hi), here)
         staging = [memoryview(bytearray(source.block_bytes)) for _ in range(lo, hi)]
         got = read(source, move.read_batch(lo, hi), staging)
         good = [i for i, outcome in enumerate(got) if outcome is Outcome.OK]
         batch = move.write_batch(lo, hi)
-        put = write(
+        put = attempt(
             target,
             Batch(
                 [batch.slots[i] for i in good],
@@ -185,6 +185,15 @@ def read(tier: Tier, batch: Batch, targets: BlockBuffers) -> Outcomes:
 
 def write(tier: Tier, batch: Batch, sources: BlockBuffers) -> Outcomes:
     return _checked(tier, tier.write(batch, sources), len(batch))
+
+
+def attempt(tier: Tier, batch: Batch, sources: BlockBuffers) -> Outcomes:
+    """`write`, where what raises must not be taken for a failure of the source."""
+    try:
+        return write(tier, batch, sources)
+    except Exception:
+        log.exception("tier %s raised in a write of %d blocks", tier.name, len(batch))
+        return [Outcome.FAILED] * len(batch)
 
 
 def _checked(tier: Tier, outcomes: object, count: int) -> Outcomes:

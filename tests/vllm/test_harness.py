@@ -178,8 +178,8 @@ def nest() -> None:
         child.wait(600)
 
 
-def test_children_die_with_a_parent_that_is_killed() -> None:
-    with spawn(nest) as child:
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with spawn(nest, env={"TMPDIR": str(tmp_path)}) as child:
         while not (found := re.search(r"sleeper (\d+)\n", child.log)):
             assert child.popen.poll() is None
             time.sleep(0.01)

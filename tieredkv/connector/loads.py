@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from tieredkv.config import Config
@@ -80,15 +80,12 @@ class Loads:
         elif self._promotes and move.src == self._shipping.planner.res.durable:
             self._promote(tracked, move)
 
-    def given_up(self, request: str, tracked: Tracked | None) -> None:
-        """The engine goes on with the request: what has not been reported is late."""
-        if tracked is not None:
-            tracked.loading = False
-        for shipped in self._shipping.shipped.values():
-            if shipped.request == request:
+    def late(self, jobs: Iterable[int]) -> None:
+        """These loads missed their deadline: their tier is not offered until they end."""
+        for job in jobs:
+            shipped = self._shipping.shipped.get(job)
+            if shipped is not None:
                 self._late.append(shipped.job.move)
-                if tracked is not None:
-                    tracked.forbid(shipped.job.move.depths[0])
 
     def _promote(self, tracked: Tracked, move: Move) -> None:
         """The blocks are in the engine now: copy them from there into a faster tier."""

@@ -20,9 +20,11 @@ class Pinning:
     def bind(self, pool: Any) -> None:
         self._pool = pool
 
-    def fits(self, blocks: int) -> bool:
-        """May so many more be held? One request alone always may, or it could never be saved."""
-        return not self.held or self.held + blocks <= self._limit
+    def fits(self, blocks: int, own: int = 0) -> bool:
+        """May so many more be held, by somebody who holds `own` of them already? One request
+        alone always may, or it could never be saved."""
+        others = self.held - own
+        return not others or others + blocks <= self._limit
 
     def pin(self, blocks: Iterable[int]) -> Callable[[], None]:
         """Keep these blocks from being reused until the returned function is called, once."""

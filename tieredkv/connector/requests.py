@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,15 @@ class Tracked:
         what it computes instead."""
         self.limit = chunk if self.limit is None else min(self.limit, chunk)
         self.saved = min(self.saved, chunk)
+
+    def distrust(self, invalid: Collection[int], block_tokens: int, chunk_tokens: int) -> None:
+        """Engine blocks that could not be loaded are being computed again. A request that goes on
+        from them, though not by itself, must not store what rests on them."""
+        first = next((i for i, block in enumerate(self.blocks) if block in invalid), None)
+        if first is not None:
+            self.forbid(first * block_tokens // chunk_tokens)
+            if self.request.num_computed_tokens > first * block_tokens:
+                self.fresh = False
 
     def confirmed(self, chunk_tokens: int) -> int:
         """Leading chunks whose KV is computed and whose tokens are certain. What is in flight

@@ -38,7 +38,7 @@ class Saves:
         """Jobs for this step; waiting saves are tried again."""
         waiting, self._ended = self._ended, []
         for tracked, done, release in waiting:
-            if self.save(tracked, done):
+            if self.save(tracked, done, held=done * self._per_chunk):
                 release()  # the save holds them by itself
                 tracked.settle()
             else:
@@ -50,15 +50,14 @@ class Saves:
     def waiting(self) -> bool:
         return bool(self._jobs or self._ended)
 
-    def save(self, tracked: Tracked, done: int) -> bool:
+    def save(self, tracked: Tracked, done: int, held: int = 0) -> bool:
         """Store the first `done` chunks of the request where they are not; False: later.
-
-        O(new chunks).
+        `held`: engine blocks that are held for it already. O(new chunks).
         """
         if NULL in tracked.blocks[: done * self._per_chunk]:
             tracked.saved = done
             return True
-        if not self._pinning.fits((done - tracked.saved) * self._per_chunk):
+        if not self._pinning.fits((done - tracked.saved) * self._per_chunk, held):
             return False
         shipping, keys = self._shipping, tracked.keys[:done]
         since = tracked.waiting_since

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 HELLO_WAIT = 60.0  # seconds until requests go on without the cache
 STUCK = 60.0  # seconds without any report after which an idle engine is not kept stepping
+SOON = 1.0  # seconds without a report after which the engine had better preempt
 PREFETCHES = 4  # queued requests looked at in one step
 
 
@@ -48,7 +49,8 @@ class Scheduler:
         self._chunk = config.block_tokens
         self._stores, self._loads_too = role != "kv_consumer", role != "kv_producer"
         self._disk = open_disk(config, fingerprint, rank=None)
-        self._opened = time.monotonic()
+        self._asked: float | None = None
+        """When the first request had to wait for the ranks' hello."""
         self._hellos: list[Hello] = []
         self.sides: Sides | None = None
         self._pinning = Pinning(geometry.blocks)
@@ -79,7 +81,8 @@ class Scheduler:
         if not self._loads_too or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         if self.sides is None:
-            late = time.monotonic() - self._opened > HELLO_WAIT
+            self._asked = self._asked or time.monotonic()
+            late = time.monotonic() - self._asked > HELLO_WAIT
             return (0 if late or not request.block_hashes else None), False
         keys = tracked.update_keys()[: tracked.limit]
         shipping, _, loads = self.sides
@@ -165,17 +168,22 @@ class Scheduler:
         self._new_loads, self._cancelled = [], []
         return step
 
-    def heard(self, metadata: Any, finished: Iterable[str]) -> None:
-        """The workers' reports, and the requests whose loads have ended."""
+    def heard(self, metadata: Any, finished: Iterable[str], invalid: Collection[int] = ()) -> None:
+        """The workers' reports, the requests whose loads have ended, and the engine blocks that
+        some connector could not load."""
         if isinstance(metadata, WorkerMetadata):
             self._hellos += metadata.hellos
             if len(self._hellos) >= self._geometry.ranks:
                 self._open()
             if self.sides is not None:
                 self.sides.shipping.hear(metadata)
+                self.sides.loads.late(metadata.late)
         for name in finished:
-            if self.sides is not None:
-                self.sides.loads.given_up(name, self._requests.get(name))
+            if name in self._requests:
+                self._requests[name].loading = False
+        if invalid:
+            for tracked in self._requests.values():
+                tracked.distrust(invalid, self._geometry.block, self._chunk)
 
     @property
     def pending(self) -> bool:
@@ -189,8 +197,10 @@ class Scheduler:
 
     @property
     def holds_blocks(self) -> bool:
-        """Will blocks of the engine come free by themselves?"""
-        return self._pinning.held > 0
+        """Will blocks of the engine come free by themselves, and soon?"""
+        if self.sides is None or not self._pinning.held:
+            return False
+        return time.monotonic() - self.sides.shipping.progress < SOON
 
     def reset(self) -> bool:
         """Forget everything, also on disk, for good; False if the disk refused.
@@ -312,7 +322,7 @@ class Scheduler:
                 self._config, self._geometry, self._disk, hellos, self._pinning, self._count
             )
         except Exception:
-            self._opened = float("-inf")
+            self._asked = float("-inf")
             log.exception("the cache is off: nothing is stored and nothing loaded")
 
     def _count(self, move: Move, read: Sequence[Any], write: Sequence[Any]) -> None:

@@ -95,6 +95,7 @@ class Shipping(Control):
     def drain(self) -> None:
         """Send what the planner wants by itself on its way."""
         with self.lock:
+            self._background()
             effects = self._drain()
         self._start(effects.moves)
 

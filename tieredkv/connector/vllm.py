@@ -123,7 +123,9 @@ class TieredKVConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self.scheduler is not None
         self.scheduler.heard(
-            connector_output.kv_connector_worker_meta, connector_output.finished_recving or ()
+            connector_output.kv_connector_worker_meta,
+            connector_output.finished_recving or (),
+            connector_output.invalid_block_ids or (),
         )
 
     def request_finished(

@@ -89,6 +89,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     hellos: list[Hello] = field(default_factory=list)
     released: dict[int, int] = field(default_factory=dict)
     """Jobs that have not ended but touch no engine block any more -> ranks that say so."""
+    late: set[int] = field(default_factory=set)
+    """Loads that missed their deadline and have not ended."""
     slots: list[int] | None = None
     """Usable slots of each tier, where a store has just failed."""
 
@@ -103,7 +105,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         released = dict(self.released)
         for job, ranks in other.released.items():
             released[job] = released.get(job, 0) + ranks
-        return WorkerMetadata(reports, self.hellos + other.hellos, released, slots)
+        late = self.late | other.late
+        return WorkerMetadata(reports, self.hellos + other.hellos, released, late, slots)
 
 
 _SEVERITY = (Outcome.OK, Outcome.BUSY, Outcome.MISSING, Outcome.FAILED, Outcome.CORRUPT)

@@ -82,6 +82,7 @@ class Worker:
         """Oldest first; without those whose blocks were released."""
         self._released: dict[int, int] = {}
         """Of those, what is still to be told."""
+        self._late: set[int] = set()
         self._freed: set[int] = set()
         """Jobs that were released and have not ended."""
         self._reports: dict[int, Report] = {}
@@ -155,6 +156,7 @@ class Worker:
                 continue
             if late:
                 log.warning("load of request %s missed its deadline: recomputing", request)
+                self._late |= loading.left
                 for _, transfer, _ in loading.parts:
                     self._mover.late(transfer)
             self._invalid |= loading.invalid()
@@ -174,10 +176,11 @@ class Worker:
             released, self._released = self._released, {}
             failed, self._store_failed = self._store_failed, False
         hello, self._hello = self._hello, None
-        if not reports and not released and hello is None:
+        late, self._late = self._late, set()
+        if not reports and not released and not late and hello is None:
             return None
         slots = [tier.slots for tier in self.tiers] if failed else None
-        return WorkerMetadata(reports, [hello] if hello else [], released, slots)
+        return WorkerMetadata(reports, [hello] if hello else [], released, late, slots)
 
     def close(self) -> bool:
         """End what runs; False if something hangs. Then its tiers stay open. Idempotent."""
