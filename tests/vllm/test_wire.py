@@ -33,7 +33,9 @@ def test_reports_add_up_in_any_order() -> None:
     told = [
         WorkerMetadata({1: Report([OK, OK], [OK, OK])}, [Hello(8, [], 1)], {7: 1}, {3}, [4, 9]),
         WorkerMetadata({1: Report([OK, CORRUPT], [OK, CORRUPT]), 2: Report([], [BUSY])}),
-        WorkerMetadata({1: Report([FAILED, OK], [FAILED, OK])}, [Hello(9, [], 2)], {7: 1}, {5}, [5, 3]),
+        WorkerMetadata(
+            {1: Report([FAILED, OK], [FAILED, OK])}, [Hello(9, [], 2)], {7: 1}, {5}, [5, 3]
+        ),
     ]
     for order in itertools.permutations(told):
         total = order[0]
