@@ -13,7 +13,10 @@ import sys
 
 import benches
 
-FRAME = {"__main__", "common", "vllm_offload", "world"}
+FRAME = {"__main__", "common", "world"} | {
+    f"vllm_{part}" for part in ("arms", "engine", "fleet", "offload", "workload")
+}
+"""Modules that are no benches."""
 
 
 def names() -> list[str]:

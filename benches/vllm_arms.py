@@ -1,0 +1,138 @@
+"""The arms of the agentic benchmark: kv_transfer_configs of two engines, and what they need.
+
+An arm is a context manager: what it started has ended and what it wrote is gone afterwards,
+so that every run starts with an empty cache.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from benches.common import work_directory
+from benches.vllm_engine import KvTransfer
+
+CAPACITY = 512 << 20
+"""Bytes of every cache: nothing is evicted from one."""
+CHUNK = 32
+"""Tokens of a chunk in every cache: one block of the engine, as contexts are scaled down."""
+START = 60.0
+"""Seconds that a server may take to start."""
+
+Arm = Callable[[int], AbstractContextManager[list[KvTransfer]]]
+"""Called with the number of engines."""
+
+
+@contextmanager
+def none(engines: int) -> Iterator[list[KvTransfer]]:
+    yield [None] * engines
+
+
+@contextmanager
+def example(engines: int) -> Iterator[list[KvTransfer]]:
+    """vLLM's own connector: a file per layer and prompt, in one directory for all engines."""
+    with work_directory() as path:
+        extra = {"shared_storage_path": str(path)}
+        yield [_transfer("ExampleConnector", extra)] * engines
+
+
+@contextmanager
+def lmcache(engines: int) -> Iterator[list[KvTransfer]]:
+    """One LMCache server in memory for all engines."""
+    port, http = _free_port(), _free_port()
+    command = [sys.executable, "-m", "lmcache.cli.main", "server"]
+    options = {
+        "port": port,
+        "http-port": http,
+        "chunk-size": CHUNK,
+        "l1-size-gb": CAPACITY / (1 << 30),
+        "supported-transfer-mode": "engine_driven",
+        "eviction-policy": "LRU",
+        "shm-name": f"tieredkv-bench-{os.getpid()}",
+    }
+    command += [f"--{name}={value}" for name, value in options.items()]
+    command += ["--no-l1-use-lazy", "--disable-observability"]
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            _wait_for(server, port, log)
+            extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+            yield [_transfer("LMCacheMPConnector", extra)] * engines
+        finally:
+            server.terminate()
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+@contextmanager
+def dram(engines: int) -> Iterator[list[KvTransfer]]:
+    """Ours in memory; every engine has a cache of its own."""
+    yield [_ours({"kind": "dram", "capacity": CAPACITY})] * engines
+
+
+@contextmanager
+def nvme(engines: int) -> Iterator[list[KvTransfer]]:
+    """Ours on disk alone; every engine has a cache of its own."""
+    with work_directory() as path:
+        tier = {"kind": "nvme", "path": str(path), "capacity": CAPACITY, "min_free": 0}
+        yield [_ours(tier, f"engine{i}") for i in range(engines)]
+
+
+ARMS: dict[str, Arm] = {
+    "none": none,
+    "example": example,
+    "lmcache": lmcache,
+    "dram": dram,
+    "nvme": nvme,
+}
+OURS = ("dram", "nvme")
+PEERS = ("example", "lmcache")
+
+
+def absent(arm: str) -> str | None:
+    """Why an arm cannot run here, or None."""
+    missing = arm == "lmcache" and find_spec("lmcache") is None
+    return "lmcache is not installed" if missing else None
+
+
+def _ours(tier: dict[str, Any], engine: str | None = None) -> KvTransfer:
+    section = {} if engine is None else {"connector": {"engine": engine}}
+    extra = {"block_tokens": CHUNK, "tiers": [tier], **section}
+    return _transfer("TieredKVConnector", extra) | {
+        "kv_connector_module_path": "tieredkv.connector.vllm",
+        "kv_load_failure_policy": "recompute",
+    }
+
+
+def _transfer(connector: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int, log: Any) -> None:
+    deadline = time.monotonic() + START
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            socket.create_connection(("localhost", port), 1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    log.seek(0)
+    raise RuntimeError(f"the LMCache server did not start:\n{log.read()[-2000:].decode()}")
