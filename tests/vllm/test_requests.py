@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from tieredkv.config import ConnectorConfig
+from tieredkv.connector.pinning import Pinning
 from tieredkv.connector.requests import Tracked, ending, turn_of
 from tieredkv.types import Turn
 
@@ -96,6 +98,44 @@ def test_only_what_is_computed_and_certain_is_confirmed() -> None:
     assert tracked.confirmed(8) == 3  # the tokens beyond are not known
     tracked.fresh = False
     assert tracked.confirmed(8) == 0
+
+
+def test_what_was_found_or_loaded_proves_nothing_before_anything_was_computed_on_it() -> None:
+    it = request(block_hashes=hashes("abcdef"), num_computed_tokens=20, num_in_flight_tokens=4)
+    tracked = Tracked(it, 2, Turn(), ready=True, base=16)
+    assert tracked.confirmed(8) == 0
+    it.num_in_flight_tokens = 0
+    assert tracked.confirmed(8) == 2
+
+
+def test_held_blocks_come_free_only_where_nobody_else_has_them() -> None:
+    class Pool:
+        blocks: ClassVar = [SimpleNamespace(ref_cnt=1) for _ in range(10)]
+
+        def touch(self, blocks: list[Any]) -> None:
+            for block in blocks:
+                block.ref_cnt += 1
+
+        def free_blocks(self, blocks: Iterable[Any]) -> None:
+            for block in blocks:
+                block.ref_cnt -= 1
+
+    pool, pinning = Pool(), Pinning(10)
+    assert not pinning.frees
+    pinning.bind(pool)
+    first, second = pinning.pin([1, 2]), pinning.pin([2, 3])
+    assert (pinning.held, pinning.frees) == (4, False)
+    pool.free_blocks(pool.blocks[2:3])  # its request has ended: only the pins are left
+    assert pinning.frees
+    first()
+    assert (pinning.held, pinning.frees) == (2, True)
+    second()
+    assert (pinning.held, pinning.frees) == (0, False)
+    assert [block.ref_cnt for block in pool.blocks[:4]] == [1, 1, 0, 1]
+    assert pinning.fits(100)
+    last = pinning.pin([1])
+    assert (pinning.fits(1), pinning.fits(2), pinning.fits(2, own=1)) == (True, False, True)
+    last()
 
 
 def test_a_request_that_rests_on_lost_blocks_stores_nothing() -> None:

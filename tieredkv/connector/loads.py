@@ -90,7 +90,7 @@ class Loads:
     def _promote(self, tracked: Tracked, move: Move) -> None:
         """The blocks are in the engine now: copy them from there into a faster tier."""
         end = (move.depths[-1] + 1) * self._chunk
-        if not tracked.active or tracked.request.num_computed_tokens < end:
+        if not (tracked.active and tracked.fresh) or tracked.request.num_computed_tokens < end:
             return  # it has ended, or been preempted: its blocks may be somebody else's
         shipping = self._shipping
         held = dict(zip(move.depths, move.generations, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ class Pinning:
         self.held = 0
         self._limit = max(1, blocks // PART)
         self._pool: Any = None
+        self._pins: Counter[int] = Counter()
 
     def bind(self, pool: Any) -> None:
         self._pool = pool
@@ -28,13 +30,21 @@ class Pinning:
 
     def pin(self, blocks: Iterable[int]) -> Callable[[], None]:
         """Keep these blocks from being reused until the returned function is called, once."""
-        pool = self._pool
-        held = [pool.blocks[block] for block in blocks]
+        pool, ids = self._pool, list(blocks)
+        held = [pool.blocks[block] for block in ids]
         pool.touch(held)
-        self.held += len(held)
+        self.held += len(ids)
+        self._pins.update(ids)
 
         def release() -> None:
-            self.held -= len(held)
+            self.held -= len(ids)
+            self._pins -= Counter(ids)
             pool.free_blocks(reversed(held))
 
         return release
+
+    @property
+    def frees(self) -> bool:
+        """Will a release make a block free, because nobody else has it? O(blocks held)."""
+        blocks = self._pool.blocks if self._pins else []
+        return any(blocks[block].ref_cnt <= pins for block, pins in self._pins.items())

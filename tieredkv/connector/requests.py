@@ -34,7 +34,9 @@ class Tracked:
     active: bool = True
     """It has not ended."""
     ready: bool = False
-    """It was scheduled since its latest lookup: what it counts as computed is computed."""
+    """It was scheduled since its latest lookup."""
+    base: int = 0
+    """Tokens that it counted as computed then: found in the engine or loaded by some connector."""
     fresh: bool = True
     """False: what is computed must not be stored, the cache was reset meanwhile."""
     waiting_since: float | None = None
@@ -76,13 +78,19 @@ class Tracked:
                 self.fresh = False
 
     def confirmed(self, chunk_tokens: int) -> int:
-        """Leading chunks whose KV is computed and whose tokens are certain. What is in flight
-        may still turn out to rest on a failed load, or on a rejected draft."""
+        """Leading chunks whose KV is computed and whose tokens are certain.
+
+        What is in flight may still turn out to rest on a failed load, or on a rejected draft.
+        Before anything was computed on top of them, loaded blocks prove nothing either: a load
+        in the step itself may have failed.
+        """
         if not (self.ready and self.fresh):
             return 0
         request = self.request
         tokens: int = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        return max(0, min(tokens // chunk_tokens, len(self.update_keys())))
+        if tokens <= self.base:
+            return 0
+        return min(tokens // chunk_tokens, len(self.update_keys()))
 
 
 def turn_of(request: Any) -> Turn:

@@ -54,11 +54,12 @@ class Saves:
         """Store the first `done` chunks of the request where they are not; False: later.
         `held`: engine blocks that are held for it already. O(new chunks).
         """
-        if NULL in tracked.blocks[: done * self._per_chunk]:
+        per, first = self._per_chunk, tracked.saved
+        if not self._pinning.fits((done - first) * per, held):
+            return False
+        if NULL in tracked.blocks[first * per : done * per]:
             tracked.saved = done
             return True
-        if not self._pinning.fits((done - tracked.saved) * self._per_chunk, held):
-            return False
         shipping, keys = self._shipping, tracked.keys[:done]
         since = tracked.waiting_since
         force = since is not None and time.monotonic() - since > self._room_wait
@@ -67,7 +68,8 @@ class Saves:
             if tracked.turn.session is None:
                 tracked.turn = replace(tracked.turn, session=self._session(tracked))
             plan = planner.plan_put(keys, tracked.saved, tracked.turn, now, force=force)
-            if plan.known < tracked.saved:  # evicted meanwhile, but the engine has them still
+            if plan.known < first and NULL not in tracked.blocks[: first * per]:
+                # evicted meanwhile, but the engine has them still
                 plan = planner.plan_put(keys, 0, tracked.turn, now, force=force)
             shipping.note(plan.moves)
         shipping.drain()

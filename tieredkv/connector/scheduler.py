@@ -77,6 +77,7 @@ class Scheduler:
         """
         tracked = self._track(request)
         tracked.computed, tracked.saved, tracked.hits = computed, 0, {}
+        tracked.blocks = []
         tracked.fresh, tracked.ready = True, False
         if not self._loads_too or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
@@ -84,7 +85,9 @@ class Scheduler:
             self._asked = self._asked or time.monotonic()
             late = time.monotonic() - self._asked > HELLO_WAIT
             return (0 if late or not request.block_hashes else None), False
-        keys = tracked.update_keys()[: tracked.limit]
+        keys = tracked.update_keys()
+        if tracked.limit is not None:
+            keys = keys[: tracked.limit]
         shipping, _, loads = self.sides
         with shipping.lock:
             tokens = loads.sound(shipping.planner.match(keys)) * self._chunk
@@ -159,7 +162,8 @@ class Scheduler:
                 done = tracked.confirmed(self._chunk) if self._stores else 0
                 if done > tracked.saved:
                     saves.save(tracked, done)
-            tracked.ready = True
+            if not tracked.ready:
+                tracked.ready, tracked.base = True, tracked.request.num_computed_tokens
         jobs: list[Job] = saves.take()
         if self._queued and self._config.promotion.enabled:
             jobs += self._prefetch(shipping)
@@ -198,9 +202,9 @@ class Scheduler:
     @property
     def holds_blocks(self) -> bool:
         """Will blocks of the engine come free by themselves, and soon?"""
-        if self.sides is None or not self._pinning.held:
+        if self.sides is None or time.monotonic() - self.sides.shipping.progress > SOON:
             return False
-        return time.monotonic() - self.sides.shipping.progress < SOON
+        return self._pinning.frees
 
     def reset(self) -> bool:
         """Forget everything, also on disk, for good; False if the disk refused.

@@ -131,7 +131,8 @@ class Worker:
             deadline = time.monotonic() + self._config.connector.load_deadline
             parts = [self._prepare(job, fence) for job in load.jobs]
             loading = Loading(load, deadline, parts, {job.id for job in load.jobs})
-            self._loading[load.request] = loading
+            with self._lock:
+                self._loading[load.request] = loading
             for _, transfer, _ in loading.parts:
                 self._start(transfer, load=True)
             if load.wait:
@@ -160,7 +161,8 @@ class Worker:
                 for _, transfer, _ in loading.parts:
                     self._mover.late(transfer)
             self._invalid |= loading.invalid()
-            del self._loading[request]
+            with self._lock:
+                del self._loading[request]
             if not loading.load.wait:
                 settled.add(request)
         return settled
@@ -220,6 +222,11 @@ class Worker:
     def _ended(self, job: Job, transfer: Transfer) -> None:
         read: Outcomes = transfer.read if job.move.src is not None else []
         write: Outcomes = transfer.write if job.move.dst is not None else []
+        if job.move.dst is None:  # read well, but it never reached the engine's blocks
+            read = [
+                Outcome.BUSY if got is Outcome.OK and put is not Outcome.OK else got
+                for got, put in zip(read, transfer.write, strict=True)
+            ]
         with self._lock:
             held = job.id not in self._freed
             self._freed.discard(job.id)
