@@ -429,7 +429,7 @@ def test_several_groups_and_none_are_refused_with_all_other_reasons(model: Path)
 
 def test_encoders_and_old_engines_are_refused(model: Path) -> None:
     config, cache = configure(model), caches(configure(model))
-    with pytest.raises(ConfigError, match=r"use vLLM 0\.31"):
+    with pytest.raises(ConfigError, match=r"use vLLM 0\.32"):
         refuse(config, replace(cache, kv_cache_layout=None))
     config.model_config.is_encoder_decoder = True
     with pytest.raises(ConfigError, match="encoder-decoder"):
