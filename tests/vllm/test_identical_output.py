@@ -323,16 +323,17 @@ def test_a_reset_while_requests_run(model: Path, tmp_path: Path) -> None:
         check_nothing_leaked(llm)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="blocks that a save holds make the engine's reset of running requests fail",
-)
 def test_a_reset_while_a_save_runs(model: Path) -> None:
+    """vLLM empties its own cache first, and cannot while a save holds blocks. A moment later it
+    can."""
     with engine(model, connector([dram()]), **CHUNKED) as llm:
         generate(llm, [tokens(2, 40)])  # the tiers are open
         settle(llm)
         with gate(worker().tiers[0], "write") as (begun, _):
             add(llm, "r", tokens(1, 400), 16)
             wait(lambda: llm.llm_engine.step() is None or begun.is_set(), "the save")
-            llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+                llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        settle(llm)
+        assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        check_nothing_leaked(llm)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +16,8 @@ class Pinning:
         self.held = 0
         self._limit = max(1, blocks // PART)
         self._pool: Any = None
-        self._pins: Counter[int] = Counter()
+        self._pins: dict[int, int] = {}
+        """Our references by block."""
 
     def bind(self, pool: Any) -> None:
         self._pool = pool
@@ -34,11 +34,16 @@ class Pinning:
         held = [pool.blocks[block] for block in ids]
         pool.touch(held)
         self.held += len(ids)
-        self._pins.update(ids)
+        pins = self._pins
+        for block in ids:
+            pins[block] = pins.get(block, 0) + 1
 
         def release() -> None:
             self.held -= len(ids)
-            self._pins -= Counter(ids)
+            for block in ids:
+                pins[block] -= 1
+                if not pins[block]:
+                    del pins[block]
             pool.free_blocks(reversed(held))
 
         return release
