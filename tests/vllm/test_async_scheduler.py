@@ -630,6 +630,31 @@ def test_a_request_is_preempted_rather_than_waiting_for_its_own_save(
     assert set(world.done.values()) == {"length"}
 
 
+def test_what_a_queued_request_needs_is_promoted_while_it_waits(
+    worlds: Callable[..., World],
+) -> None:
+    world = worlds(tiers=(("dram", 32), ("nvme", 64)), max_num_seqs=1)
+    warm(world)
+    shipping = world.side.sides.shipping
+    shipping.clear(0)
+    world.add(2, 20, 12)  # the only seat is taken
+    world.step()
+    queued = world.live[world.add(0, 33)]
+    while not world.jobs("move"):
+        assert queued.num_computed_tokens == 0
+        world.step()
+    (job,) = world.jobs("move")
+    assert (job.move.src, job.move.dst, len(job.move)) == (1, 0, 4)
+    world.work()
+    for _ in range(4):  # until the report is delivered
+        world.step()
+    assert queued.num_computed_tokens == 0
+    keys = [bytes(key) for key in queued.block_hashes[1::2]]
+    assert shipping.planner.match(keys).tiers == ["dram0"] * 4
+    world.settle()
+    assert set(world.done.values()) == {"length"}
+
+
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_a_save_that_is_late_gives_its_blocks_back(
