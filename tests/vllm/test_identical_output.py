@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ MODES = [
     ("async", "nvme", 128, {}),
     ("sync", "nvme", 64, PLAIN),
 ]
+# The short form still has each load, kind of tiers, chunk and arguments.
+CHOSEN = MODES if "TIEREDKV_CRASHES" in os.environ else [MODES[i] for i in (0, 3, 4, 7, 9, 10)]
 
 
 def tiers_of(kind: str, path: Path) -> list[dict[str, Any]]:
@@ -76,7 +79,7 @@ def name(mode: tuple[str, str, int, dict[str, Any]]) -> str:
     return "-".join([load, kind, str(chunk), *(f"{k}={v}" for k, v in args.items())])
 
 
-@pytest.mark.parametrize("mode", MODES, ids=name)
+@pytest.mark.parametrize("mode", CHOSEN, ids=name)
 def test_outputs_are_identical_and_hits_exact(
     mode: tuple[str, str, int, dict[str, Any]], model: Path, expected: list[Turn], tmp_path: Path
 ) -> None:
