@@ -211,5 +211,7 @@ def test_every_check_has_a_defect_that_it_finds() -> None:
 
 def test_ended_first_is_optional() -> None:
     suite = suite_for(IgnoresEnd)
+    with pytest.raises(AssertionError):
+        suite.test_ended_runs_go_first()
     suite.ended_first = False
     suite.test_ended_runs_go_first()

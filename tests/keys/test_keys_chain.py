@@ -216,7 +216,8 @@ def test_media_behind_the_last_full_block_is_ignored() -> None:
 
 
 def test_every_kind_of_token_container_gives_the_same_keys() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     values = [0, 1, 2**31, 2**32 - 1, *range(60)]
     wide = np.array(values, dtype=np.int64)
     strided = np.repeat(wide, 2)[::2]
@@ -284,7 +285,8 @@ def test_tokens_that_are_none_are_refused(tokens: Any, message: str) -> None:
 
 
 def test_tensors_that_have_no_array_are_refused_with_the_remedy() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     for tensor in (torch.ones(4, device="meta", dtype=torch.int64), torch.ones(4).bfloat16()):
         with pytest.raises(UsageError, match="CPU"):
             chain_keys(tensor, 1)

@@ -182,7 +182,6 @@ def test_a13_refused_direct_io_falls_back_with_one_warning(
                 pass
 
 
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")
 def test_a13_tmpfs(tmp_path: Path) -> None:
     import tempfile
 

@@ -120,8 +120,6 @@ def test_bad_lines_name_file_line_and_value(tmp_path: Path, row: object, said: s
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_round_trip_is_exact_and_reproducible(tmp_path: Path, suffix: str) -> None:
-    if suffix == ".zst":
-        pytest.importorskip("zstandard")
     requests = generate("agentic", sessions=6, seed=3)
     one, two = tmp_path / f"one{suffix}", tmp_path / f"two{suffix}"
     assert write_trace(one, requests) == write_trace(two, iter(requests)) == len(requests)
@@ -156,8 +154,6 @@ def test_mooncake_round_trip_keeps_what_the_format_holds(tmp_path: Path) -> None
 def test_a_cut_file_is_an_error_not_a_shorter_trace(
     tmp_path: Path, suffix: str, keep: float
 ) -> None:
-    if suffix == ".zst":
-        pytest.importorskip("zstandard")
     path = tmp_path / f"t{suffix}"
     write_trace(path, generate("card942", sessions=3))
     data = path.read_bytes()
@@ -168,8 +164,6 @@ def test_a_cut_file_is_an_error_not_a_shorter_trace(
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_concatenated_files_are_one_trace(tmp_path: Path, suffix: str) -> None:
-    if suffix == ".zst":
-        pytest.importorskip("zstandard")
     path = tmp_path / f"t{suffix}"
     requests = generate("card942", sessions=8)
     middle = len(requests) // 2

@@ -892,6 +892,10 @@ def test_what_rests_on_a_failed_load_of_another_request_is_not_stored(
     world.add(2, 33, 6)  # a step that waits for loads starts its saves before it computes
     world.step()
     world.run()
+    # each save was checked against what its blocks hold; here, that the loads did fail
+    ended = list(world.done.values())
+    assert ended.count("error") == (2 if policy == "fail" else 0)
+    assert ended.count("length") == len(ended) - ended.count("error")
 
 
 def test_metrics_count_every_token_once(worlds: Callable[..., World]) -> None:

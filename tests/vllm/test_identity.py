@@ -408,6 +408,8 @@ def test_kinds_of_caches_are_refused(model: Path, kind: str) -> None:
 def test_mla_on_a_gpu_is_not_refused(model: Path) -> None:
     config, cache = configure(model), caches(configure(model))
     cache.kv_cache_groups[0].kv_cache_spec = _kinds()["mla"][0]
+    with pytest.raises(ConfigError, match="MLA attention on the CPU"):
+        refuse(config, cache)
     config.device_config.device_type = "cuda"
     refuse(config, cache)
 
