@@ -107,8 +107,11 @@ def absent(arm: str) -> str | None:
 
 
 def _ours(tier: dict[str, Any], engine: str | None = None) -> KvTransfer:
-    section = {} if engine is None else {"connector": {"engine": engine}}
-    extra = {"block_tokens": CHUNK, "tiers": [tier], **section}
+    # a model as small as the benches' computes a prompt faster than anything can be loaded
+    connector: dict[str, Any] = {"recompute": "never"}
+    if engine is not None:
+        connector["engine"] = engine
+    extra = {"block_tokens": CHUNK, "tiers": [tier], "connector": connector}
     return _transfer("TieredKVConnector", extra) | {
         "kv_connector_module_path": "tieredkv.connector.vllm",
         "kv_load_failure_policy": "recompute",

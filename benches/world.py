@@ -9,7 +9,8 @@ from itertools import count
 
 from tieredkv.eviction.lru import LruPolicy
 from tieredkv.planner import Planner
-from tieredkv.planner.residency import Level, Residency
+from tieredkv.planner.level import Level
+from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room
 from tieredkv.types import Outcome
 

@@ -17,15 +17,22 @@ from tieredkv.config import (
     TierConfig,
 )
 from tieredkv.engine import Parts
-from tieredkv.errors import CapacityError, PluginError
+from tieredkv.errors import CapacityError, FormatError, PluginError
 from tieredkv.events import EventLog
 from tieredkv.eviction import BUILTIN
+from tieredkv.eviction.admission import DelayAdmission
 from tieredkv.eviction.base import Admission, EvictionPolicy
+from tieredkv.eviction.delay import DelayPolicy
+from tieredkv.eviction.delay_model import DelayModel
+from tieredkv.eviction.lru import LruPolicy
 from tieredkv.executor import DaemonExecutor
 from tieredkv.index.durable import DurableIndex
 from tieredkv.planner import Planner
-from tieredkv.planner.residency import Level, Residency
+from tieredkv.planner.level import Level
+from tieredkv.planner.plans import TokenBucket
+from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room
+from tieredkv.planner.shadow import Guard, shadow_slots
 from tieredkv.plugins import ADMISSIONS, POLICIES, TIERS, load_plugin
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
@@ -155,8 +162,7 @@ def build_planner(
     config: Config, tiers: Sequence[Slots], disk: Disk | None, block_bytes: int
 ) -> Planner:
     """A planner for these tiers that has adopted what the index holds."""
-    policies, admission = load_policies(config), _admission(config)
-    planner = _planner(config, tiers, policies, admission, disk, block_bytes)
+    planner = _planner(config, tiers, load_policies(config), disk, block_bytes)
     if disk is not None:
         found = planner.recover(disk.index.load(tiers[-1].slots))
         log.info("tier %s: recovered %d blocks", tiers[-1].name, found)
@@ -168,7 +174,6 @@ def _planner(
     config: Config,
     tiers: Sequence[Slots],
     policies: list[type],
-    admission: Admission | None,
     disk: Disk | None,
     block_bytes: int,
 ) -> Planner:
@@ -188,14 +193,60 @@ def _planner(
         )
     events = EventLog(config.events) if config.events else None
     residency = Residency(levels, block_bytes, events)
+    learners = [level for level in levels if isinstance(level.policy, DelayPolicy)]
+    admission = _admission(config)
+    learns = learners or isinstance(admission, DelayAdmission)
+    model = _model(disk) if learns else None
+    if model is not None and isinstance(admission, DelayAdmission):
+        admission.model = model
+    guards = [_guard(level, model, block_bytes) for level in learners if model is not None]
     return Planner(
         residency,
-        Room(residency, admission, WATERMARK),
+        Room(residency, admission, WATERMARK, _write_budget(config, block_bytes)),
         boot=disk.index.boot if disk else 0,
         epoch=disk.index.epoch if disk else 0,
         through=nvme is not None and nvme.write == "through",
+        model=model,
+        guards=guards,
         promotion_budget=config.promotion.budget / block_bytes,
     )
+
+
+def _model(disk: Disk | None) -> DelayModel:
+    """What an earlier process has learned is kept in the index."""
+    model = DelayModel()
+    known = None if disk is None else disk.index.statistics()
+    if known is not None:
+        try:
+            model.restore(known)
+        except FormatError as error:
+            log.warning("learning delays anew: %s", error)
+    return model
+
+
+def _write_budget(config: Config, block_bytes: int) -> TokenBucket | None:
+    """Blocks that may be written to the nvme tier. Raises CapacityError."""
+    nvme = nvme_config(config)
+    if nvme is None or not nvme.write_budget:
+        return None
+    if nvme.write_budget < 2 * block_bytes:
+        raise CapacityError(
+            f"tier {nvme.label!r}: write_budget of {nvme.write_budget} bytes a day is less than "
+            f"two blocks of {block_bytes}: raise it, or set 0 for no limit"
+        )
+    batch = max(1, config.mover.batch // block_bytes)
+    return TokenBucket.daily(nvme.write_budget / block_bytes, batch)
+
+
+def _guard(level: Level, model: DelayModel, block_bytes: int) -> Guard:
+    """Lets the tier's `delay` policy decide as long as its shadow hits more than LRU's."""
+    slots = shadow_slots(level.slots)
+    shadow = DelayPolicy(slots * block_bytes, block_bytes)
+    shadow.use(model)
+    guard = Guard(LruPolicy(slots * block_bytes, block_bytes), shadow, level.slots, block_bytes)
+    assert isinstance(level.policy, DelayPolicy)
+    level.policy.use(model, guard.trusted)
+    return guard
 
 
 def _policy(kind: type, name: str, capacity: int, block_bytes: int, seed: int) -> EvictionPolicy:
@@ -247,14 +298,20 @@ def _plugin_tier(spec: PluginTierConfig, capacity: int, block_bytes: int) -> Tie
 
 def _admission(config: Config) -> Admission | None:
     nvme = nvme_config(config)
-    if nvme is None or nvme.admission is None:
+    if nvme is None:
         return None
-    kind = load_plugin(ADMISSIONS, nvme.admission, {})
+    name = nvme.admission
+    if name is None:
+        learns = (nvme.eviction or config.eviction).policy == "delay"
+        name = "delay" if learns and nvme.write == "on_evict" else "all"
+    if name == "all":
+        return None
+    kind = load_plugin(ADMISSIONS, name, {"delay": DelayAdmission})
     try:
         admission: Admission = kind()
     except Exception as error:  # foreign code
-        raise PluginError(f"admission {nvme.admission!r} cannot be constructed: {error}") from error
-    _implements(admission, nvme.admission, "admit")
+        raise PluginError(f"admission {name!r} cannot be constructed: {error}") from error
+    _implements(admission, name, "admit")
     return admission
 
 

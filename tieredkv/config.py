@@ -32,7 +32,11 @@ from tieredkv.config_errors import Origin, explain
 from tieredkv.errors import CapacityError, ConfigError
 from tieredkv.plugins import ADMISSIONS, POLICIES, TIERS, unknown_plugin
 
-BUILTIN_POLICIES = ("lru", "fifo", "lfu", "arc")
+BUILTIN_POLICIES = (
+    *("lru", "fifo", "lfu", "arc", "s3fifo", "sieve", "gdsf", "lhd", "ttl", "workload"),
+    "delay",
+)
+BUILTIN_ADMISSIONS = ("all", "delay")
 
 
 _SIZE_TEXT = re.compile(r"\s*[0-9]*\.?[0-9]+\s*[A-Za-z]*\s*")
@@ -63,8 +67,8 @@ class EvictionConfig(Model):
     """Which blocks leave a full tier."""
 
     policy: str = "lru"
-    """`lru`, `fifo`, `lfu`, `arc`, the name of an entry point (group `tieredkv.policies`) or
-    `module:Class`."""
+    """`lru`, `fifo`, `lfu`, `arc`, `s3fifo`, `sieve`, `gdsf`, `lhd`, `ttl`, `workload`, the name
+    of an entry point (group `tieredkv.policies`) or `module:Class`."""
     seed: int = 0
 
     @field_validator("policy")
@@ -123,13 +127,17 @@ class NvmeConfig(TierConfig):
     """When blocks of faster tiers are written: when they are about to be evicted (and in
     the background while the disk is idle), with every put, or never."""
     admission: str | None = None
-    """`module:Class` or entry point (group `tieredkv.admissions`) of an `Admission`: which
-    runs are worth writing. Default: all."""
+    """Which runs are worth writing: `all`, `delay` (those that somebody will probably come back
+    to), or `module:Class` or entry point (group `tieredkv.admissions`) of an `Admission`.
+    Default: `delay` where that is the tier's policy and `write` is `on_evict`, else `all`."""
+    write_budget: Size = ByteSize(0)
+    """Bytes of blocks written in any 24 hours, of all ranks together; 0 for no limit. What is
+    over budget is not written until it is used again or budget comes."""
 
     @field_validator("admission")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        return None if value is None else _plugin(ADMISSIONS, value, ())
+        return None if value is None else _plugin(ADMISSIONS, value, BUILTIN_ADMISSIONS)
 
 
 class PluginTierConfig(TierConfig):
@@ -187,6 +195,10 @@ class ConnectorConfig(Model):
     """`async`: requests wait for their blocks beside the running batch. `sync`: the step waits."""
     load_deadline: Seconds = 10.0
     """Seconds after which a load that has not ended counts as failed and is recomputed."""
+    recompute: Literal["auto", "never"] = "auto"
+    """`auto`: what takes longer to load than to compute is computed. `never`: all is loaded."""
+    prefill_rate: int | None = Field(default=None, ge=1)
+    """Tokens per second that the engine computes of a prompt; by default it is measured."""
     weights_id: str | None = None
     """Identity of the weights; by default a hash over the weight files."""
     stop_tokens: dict[int, str] = Field(default_factory=dict)

@@ -48,6 +48,8 @@ class Control:
         """Nothing may be submitted to the index any more."""
         self._stalled = False
         """The last put that waited for room waited in vain: drop at once until a demotion ends."""
+        if index is not None and planner.sessions.model is not None:
+            index.learned = self._learned
 
     # -- for subclasses -------------------------------------------------------------------
 
@@ -193,15 +195,16 @@ class Control:
         if durable is None or not self.planner.res.dirty:
             return
         if self.planner.through or self._idle:
-            self._write_back(durable)
+            self._write_back(durable, ahead=self.planner.room.late and not self.planner.through)
 
-    def _write_back(self, durable: int) -> None:
-        """Want dirty blocks written, as many as keep all threads busy."""
-        now = self.clock()
+    def _write_back(self, durable: int, *, ahead: bool = False) -> None:
+        """Want dirty blocks written, as many as keep all threads busy; `ahead`: only what is
+        about to leave memory."""
+        now, room = self.clock(), self.planner.room
         self.planner.pins.expire(now)
         free = self._batch * self._limits.threads - len(self.planner.res.levels[durable].writing)
         if free > 0:
-            self.planner.room.write_back(now, free)
+            (room.write_ahead if ahead else room.write_back)(now, free)
 
     def _drain(self) -> Effects:
         """Collect what the planner wants; index changes are queued before the lock is given up."""
@@ -211,6 +214,13 @@ class Control:
             op = effects.index
             self.index.submit(op.puts, op.deletes, lambda ok: self._committed(op.ticket, ok))
         return effects
+
+    def _learned(self) -> bytes:
+        """When sessions come back, for the next process."""
+        model = self.planner.sessions.model
+        assert model is not None
+        with self.lock:
+            return model.state()
 
     def _committed(self, ticket: int, ok: bool) -> None:
         effects = Effects()

@@ -12,7 +12,7 @@ from tieredkv.mover import Transfer
 from tieredkv.planner.plans import PutPlan
 from tieredkv.types import Move, Outcome, Turn
 
-ROOM_ROUNDS = 8  # demotions cascade through few tiers; a promotion is not worth more
+ROOM_ROUNDS = 8  # demotions cascade through few tiers; more rounds would not help
 
 
 class Core(Engine):
@@ -60,7 +60,7 @@ class Core(Engine):
         alone = self.planner.res.durable == 0  # then room comes with a commit, as the put itself
         patience = self._limits.put_deadline if alone else self._limits.room_wait
         patience += time.monotonic()
-        force = False
+        force, late = False, 0
         while True:
             with self.lock:
                 self._check_open()
@@ -72,8 +72,9 @@ class Core(Engine):
             self._start(effects.moves)
             if not plan.wait:
                 return plan
-            if time.monotonic() >= patience or not self._await_end(seen, patience):
-                force = self._stalled = True
+            late += time.monotonic() >= patience
+            if not self._await_end(seen, patience) or late > ROOM_ROUNDS:
+                force = self._stalled = True  # nothing has made room, not even at once
 
     def _run_put(
         self,

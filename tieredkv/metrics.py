@@ -61,6 +61,8 @@ class Stats:
     """Blocks of background moves refused by a full queue."""
     forgotten_blocks: int
     """Blocks whose last copy was evicted."""
+    over_budget_blocks: int
+    """Blocks that `write_budget` turned down, again each time they were tried again."""
     corrupt_blocks: int
     pins: int
     pinned_bytes: int
@@ -154,6 +156,7 @@ class Metrics:
             ("dropped_tokens", stats.dropped_tokens, "Tokens of puts that found no room."),
             ("dropped_move_blocks", stats.dropped_moves, "Blocks of refused background moves."),
             ("forgotten_blocks", stats.forgotten_blocks, "Blocks whose last copy was evicted."),
+            ("over_budget_blocks", stats.over_budget_blocks, "Blocks beyond write_budget."),
             ("corrupt_blocks", stats.corrupt_blocks, "Blocks that failed verification."),
             ("index_failures", stats.index_failures, "Failed transactions of the index."),
         ):

@@ -60,12 +60,14 @@ class Session:
         arguments.count("output_tokens", output_tokens)
         self._hint(
             lambda planner, now: planner.turn_ended(
-                self.id, finish_reason=reason, next_tool=next_tool, output_tokens=output_tokens
+                self.id, now, finish_reason=reason, next_tool=next_tool, output_tokens=output_tokens
             )
         )
 
     def resume(self, keys: Sequence[bytes]) -> Future[int]:
-        """The session is about to come back with this chain: see `TieredKVStore.prefetch`."""
+        """The session's next request, with this chain, has arrived: its blocks stay until it is
+        served, and are brought into memory as by `TieredKVStore.prefetch`."""
+        self._hint(lambda planner, now: planner.queued(self.id, now))
         return self._prefetch(keys)
 
     def finish(self) -> None:
@@ -80,5 +82,5 @@ class Session:
     def fork(self, new_id: str) -> Session:
         """A new session that begins with this one's context."""
         new = arguments.session(new_id, "new_id")
-        self._hint(lambda planner, now: planner.fork(self.id, new))
+        self._hint(lambda planner, now: planner.fork(self.id, new, now))
         return Session(new, self._hint, self._prefetch)

@@ -14,7 +14,7 @@ def snapshot(config: Config, metrics: Metrics, core: Core | None) -> Stats:
             TierStats(t.label, 0, 0, 0, int(t.capacity), 0, 0, 0, 0, 0, True, "closed")
             for t in config.tiers
         )
-        return Stats(tiers, 0, metrics.query_tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        return Stats(tiers, 0, metrics.query_tokens, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     with core.lock:
         planner, size = core.planner, core.block_bytes
         loads, stores = core.mover.queued_bytes
@@ -27,6 +27,7 @@ def snapshot(config: Config, metrics: Metrics, core: Core | None) -> Stats:
             dropped_tokens=metrics.dropped_tokens,
             dropped_moves=metrics.dropped_moves,
             forgotten_blocks=planner.room.forgotten,
+            over_budget_blocks=planner.room.over_budget,
             corrupt_blocks=planner.corrupt,
             pins=len(planner.pins),
             pinned_bytes=planner.pins.blocks() * size,

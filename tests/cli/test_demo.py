@@ -80,7 +80,7 @@ def test_a_real_trace_through_all_three_tiers() -> None:
 def test_small_tiers_demote_promote_and_forget_but_never_lie() -> None:
     report = invoke(
         "--requests", "400", "--bytes-per-token", "8",
-        "--hbm", "2MiB", "--dram", "4MiB", "--nvme", "8MiB",
+        "--hbm", "1MiB", "--dram", "3MiB", "--nvme", "6MiB",
     )  # fmt: skip
     assert report["verification_errors"] == 0
     assert report["problems"] == []

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from tieredkv.eviction import LruPolicy
 from tieredkv.eviction.base import Access, Admission
 from tieredkv.planner import Planner
+from tieredkv.planner.level import Level
 from tieredkv.planner.plans import Effects, PutPlan
-from tieredkv.planner.residency import Level, Residency
+from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room
 from tieredkv.testing.index_suite import chain
 from tieredkv.types import Move, Outcome, Turn

@@ -109,10 +109,20 @@ class Calls(RuleBasedStateMachine):
         self.put(path, 0, stack, None, later)
         return path
 
-    @rule(target=paths, base=paths, more=PATHS, session=SESSIONS, ttl=st.sampled_from([None, 5.0]))
-    def extend(self, base: Path_, more: Path_, session: str, ttl: float | None) -> Path_:
+    @rule(
+        target=paths,
+        base=paths,
+        more=PATHS,
+        session=SESSIONS,
+        ttl=st.sampled_from([None, 5.0]),
+        priority=st.sampled_from([0, 0, -3, 10**6]),
+    )
+    def extend(
+        self, base: Path_, more: Path_, session: str, ttl: float | None, priority: int
+    ) -> Path_:
         path = (base + more)[:9]
-        self.put(path, len(base) % len(path), False, Turn(session, ttl=ttl), False)
+        turn = Turn(session, ttl=ttl, priority=priority)
+        self.put(path, len(base) % len(path), False, turn, False)
         return path
 
     @rule(target=paths, base=paths, cut=st.integers(0, 8), symbol=SYMBOLS)
@@ -226,7 +236,11 @@ class Calls(RuleBasedStateMachine):
         if not self.gates:
             assert 0 <= future.result(60.0) <= len(path)
 
-    @rule(session=SESSIONS, path=paths, hint=st.sampled_from(["end", "finish", "abandon", "fork"]))
+    @rule(
+        session=SESSIONS,
+        path=paths,
+        hint=st.sampled_from(["end", "finish", "abandon", "fork", "resume"]),
+    )
     def hint(self, session: str, path: Path_, hint: str) -> None:
         handle = self.store.session(session)
         if hint == "end":
@@ -235,6 +249,10 @@ class Calls(RuleBasedStateMachine):
             handle.finish()
         elif hint == "abandon":
             handle.abandon(chain(path))
+        elif hint == "resume":
+            future = handle.resume(chain(path))
+            if not self.gates:
+                assert 0 <= future.result(60.0) <= len(path)
         else:
             handle.fork("b" if session == "a" else "a")
 

@@ -54,7 +54,9 @@ class Machine(Calls):
         if not done or not self.healthy:
             return
         settle(self.store)
-        if self.shape.write in ("on_evict", "through") and self.owed and not self.rotten:
+        # `delay` leaves out what it does not expect back
+        every = self.shape.write == "through" or self.shape.policy != "delay"
+        if self.shape.write in ("on_evict", "through") and every and self.owed and not self.rotten:
             level = core_of(self.store).planner.res.levels[-1]
             stored = {key for key in self.parent if self.store.contains(key)}
             if not core_of(self.store).planner.room.evicted[-1]:
@@ -141,6 +143,8 @@ SHAPES = {
     "ReadOnlyDisk": Shape(dram=5, write="off", policy="fifo"),
     "All": Shape(hbm=3, dram=4, write="on_evict", policy="arc"),
     "AllThrough": Shape(hbm=2, dram=5, write="through"),
+    "Delay": Shape(hbm=3, dram=4, write="on_evict", policy="delay"),
+    "DelayThrough": Shape(dram=5, write="through", policy="delay"),
     "DiskAlone": Shape(write="through", policy="arc", disk=DISK - 10_000),
 }
 EXAMPLES = int(os.environ.get("TIEREDKV_CRASHES", "0"))

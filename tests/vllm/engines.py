@@ -25,6 +25,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least there is
+    # models as small as these compute a prompt faster than anything can be loaded
+    "TIEREDKV_CONNECTOR_RECOMPUTE": "never",
     "TORCH_COMPILE_DISABLE": "1",  # several ranks would want a C++ compiler even when eager
 }
 os.environ.update(ENVIRONMENT)

@@ -211,6 +211,7 @@ class World:
         blocks: int = BLOCKS,
         drafts: int = 0,
         greet: bool = True,
+        eviction: str = "lru",
         **limits: Any,
     ) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -218,6 +219,7 @@ class World:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self.path, self.tiers, self.greet, self.load = path, tiers, greet, load
+        self.eviction = eviction
         self.depth = 2 if asynchronous else 1
         config = self._config(ranks, load, policy, drafts, limits)
         config.scheduler_config.async_scheduling = asynchronous
@@ -258,6 +260,7 @@ class World:
             "tiers": specs,
             "mover": {"room_wait": 0},
             "connector": {"load": load},
+            "eviction": {"policy": self.eviction},
         }
         args: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 4, **limits}
         if drafts:

@@ -29,7 +29,7 @@ def request(**fields: Any) -> Any:
         ({}, Turn()),
         ({"session_id": "s"}, Turn("s")),
         ({"session_id": "s", "kv_transfer_params": {"session_id": "t"}}, Turn("t")),
-        ({"priority": 3}, Turn(priority=3)),
+        ({"priority": 3}, Turn(priority=-3)),  # the engine serves the lowest first
         (
             {"kv_transfer_params": {"category": "code", "ttl": 5, "priority": 2}},
             Turn(category="code", ttl=5.0, priority=2),

@@ -46,7 +46,9 @@ def _forward(verb: str, attribute: str, summary: str) -> None:
 
 
 _forward("demo", "app", "Replay a workload against a real store and verify every byte.")
+_forward("simulate", "simulate", "Replay traces under eviction policies and tier sizes.")
 _forward("trace", "app", "Generate, convert and describe request traces.")
+_forward("plan", "plan", "Find the cheapest tier sizes that reach a hit rate or TTFT.")
 _forward("check", "check", "Verify an NVMe directory: records, headers, checksums.")
 _forward("config", "app", "Show the configuration in force and where each value comes from.")
 

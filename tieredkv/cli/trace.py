@@ -17,6 +17,7 @@ from tieredkv.sim.generate import PRESETS, stream
 from tieredkv.sim.trace import (
     Request,
     TraceStats,
+    WrittenFormat,
     read_trace,
     stats,
     to_json,
@@ -56,7 +57,7 @@ def generate_command(
 
 @app.command("stats")
 def stats_command(
-    files: Annotated[list[Path], typer.Argument(help="Trace files, ours or Mooncake's.")],
+    files: Annotated[list[Path], typer.Argument(help="Trace files of any known format.")],
     output: Annotated[Literal["table", "json"], typer.Option("--format")] = "table",
 ) -> None:
     """Measure traces: turns, pauses, tokens, and what an infinite cache would hit.
@@ -75,16 +76,19 @@ def stats_command(
 
 @app.command("convert")
 def convert_command(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A trace, ours or Mooncake's.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A trace of any known format.")],
     target: Annotated[Path, typer.Argument(metavar="OUT", help=".gz and .zst compress.")],
     to: Annotated[
-        Literal["tieredkv", "mooncake"] | None,
-        typer.Option(help="Format of OUT; by default the one that IN does not have."),
+        WrittenFormat | None,
+        typer.Option(help="Format of OUT; by default ours, and Mooncake's for ours."),
     ] = None,
 ) -> None:
-    """Convert between our schema and Mooncake's."""
+    """Convert a trace into our schema, or into Mooncake's.
+
+    Read are ours, Mooncake FAST25, Qwen-Bailian and LMCache's lookup-hash log.
+    """
     if to is None:
-        to = "tieredkv" if trace_format(source) == "mooncake" else "mooncake"
+        to = "mooncake" if trace_format(source) == "tieredkv" else "tieredkv"
     with _reading(source) as requests:
         count = write_trace(target, requests, to)
     typer.echo(f"{target}: {count:,} requests in {to} format", err=True)

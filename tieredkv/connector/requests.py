@@ -20,6 +20,8 @@ class Tracked:
     per_chunk: int
     """Block hashes of the engine in one chunk."""
     turn: Turn
+    begun: bool = False
+    """The planner knows that its turn is being served."""
     keys: list[bytes] = field(default_factory=list)
     """Chunk keys: the engine's chained hash of the last block of each."""
     blocks: list[int] = field(default_factory=list)
@@ -47,6 +49,10 @@ class Tracked:
     """To be called once an ended request has nothing left to save."""
     hits: dict[str, int] = field(default_factory=dict)
     """Tokens of the latest load by tier."""
+    shortened: int = 0
+    """Tokens that the latest lookup found but left to the engine to compute: that is faster."""
+    found: int = 0
+    """Chunks that it found, if it left any."""
 
     def update_keys(self) -> list[bytes]:
         """All chunk keys of the tokens known so far. O(new chunks)."""
@@ -95,16 +101,23 @@ class Tracked:
 
 def turn_of(request: Any) -> Turn:
     """The session and the hints that a request brings: its `session_id`, and in its
-    `kv_transfer_params` the keys `session_id`, `category`, `priority` and `ttl`."""
+    `kv_transfer_params` the keys `session_id`, `category`, `priority` and `ttl`. A priority of
+    the engine's own is the other way round: there the lowest comes first."""
     params = params_of(request)
     session = params.get("session_id") or getattr(request, "session_id", None)
-    ttl, priority = params.get("ttl"), params.get("priority", getattr(request, "priority", 0))
+    ttl, own = params.get("ttl"), getattr(request, "priority", 0)
+    priority = params.get("priority", -own if isinstance(own, int) else 0)
     return Turn(
         session=str(session) if session else None,
         category=_text(params.get("category")),
         priority=priority if isinstance(priority, int) else 0,
         ttl=float(ttl) if isinstance(ttl, int | float) and 0 < ttl <= 365 * 86400 else None,
     )
+
+
+def parent_of(request: Any) -> str | None:
+    """The session whose context the request's session begins with, if the client says so."""
+    return _text(params_of(request).get("parent_session"))
 
 
 def params_of(request: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from tieredkv.config import Config
@@ -65,8 +64,6 @@ class Saves:
         force = since is not None and time.monotonic() - since > self._room_wait
         with shipping.lock:
             planner, now = shipping.planner, shipping.clock()
-            if tracked.turn.session is None:
-                tracked.turn = replace(tracked.turn, session=self._session(tracked))
             plan = planner.plan_put(keys, tracked.saved, tracked.turn, now, force=force)
             if plan.known < first and NULL not in tracked.blocks[: first * per]:
                 # evicted meanwhile, but the engine has them still
@@ -117,13 +114,3 @@ class Saves:
                 shipping.planner.hold(keys, tracked.turn.ttl, shipping.clock())
         tracked.copies -= 1
         tracked.settle()
-
-    def _session(self, tracked: Tracked) -> str:
-        """Where the client names none: the session that wrote the leaf run which this request
-        extends, else a new one."""
-        blocks, run = self._shipping.planner.res.tree.match(tracked.keys, visible=False)
-        leaf = run is not None and run.end == blocks and not run.children
-        turn = run.turn if run is not None and leaf else None
-        if turn is not None and turn.session is not None:
-            return turn.session
-        return f"request:{tracked.request.request_id}"

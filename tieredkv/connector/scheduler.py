@@ -17,10 +17,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tieredkv.build import open_disk
 from tieredkv.config import Config
+from tieredkv.connector import turns
+from tieredkv.connector.bandwidth import Prefill
 from tieredkv.connector.events import translate
 from tieredkv.connector.loads import prefetch
 from tieredkv.connector.pinning import Pinning
-from tieredkv.connector.requests import Tracked, ending, params_of, turn_of
+from tieredkv.connector.requests import Tracked, turn_of
 from tieredkv.connector.shipping import Shipping
 from tieredkv.connector.sides import Geometry, Sides, open_sides
 from tieredkv.connector.stats import Counts, TieredStats, residency
@@ -60,6 +62,8 @@ class Scheduler:
         self._new_loads: list[Load] = []
         self._cancelled: list[str] = []
         self.counts = Counts()
+        self._prefill = Prefill(config.connector.prefill_rate)
+        self._over_budget = 0
 
     # -- requests -------------------------------------------------------------------------
 
@@ -68,7 +72,9 @@ class Scheduler:
         self._pinning.bind(pool)
 
     def arrived(self, request: Any) -> None:
-        self._queued[request.request_id] = self._track(request)
+        tracked = self._queued[request.request_id] = self._track(request)
+        if self.sides is not None:
+            turns.arrived(self.sides.shipping, tracked)
 
     def lookup(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond `computed`, asynchronously); None: ask again.
@@ -78,7 +84,9 @@ class Scheduler:
         tracked = self._track(request)
         tracked.computed, tracked.saved, tracked.hits = computed, 0, {}
         tracked.blocks = []
-        tracked.fresh, tracked.ready = True, False
+        tracked.fresh, tracked.ready, tracked.shortened, tracked.found = True, False, 0, 0
+        if self.sides is not None:
+            turns.began(self.sides.shipping, tracked)
         if not self._loads_too or getattr(request, "skip_reading_prefix_cache", False):
             return 0, False
         if self.sides is None:
@@ -90,7 +98,10 @@ class Scheduler:
             keys = keys[: tracked.limit]
         shipping, _, loads = self.sides
         with shipping.lock:
-            tokens = loads.sound(shipping.planner.match(keys)) * self._chunk
+            worth, sound = loads.offer(shipping.planner.match(keys), computed)
+        tokens = worth * self._chunk
+        tracked.shortened = max(0, sound * self._chunk - max(computed, tokens))
+        tracked.found = sound if tracked.shortened else 0
         asynchronous = self._config.connector.load == "async"
         if not asynchronous:  # at least one token has to be computed
             block = self._geometry.block
@@ -106,6 +117,8 @@ class Scheduler:
             assert self.sides is not None
             self._new_loads.append(self.sides.loads.plan(tracked, tokens))
             self.counts.hit(tracked.hits)
+            if self._config.connector.load == "sync":  # else it comes back for what is left
+                self._shortened(tracked)
             log.info(
                 "request %s: hit %d tokens beyond %d in the engine, to load %d (%s)",
                 request.request_id, tokens, tracked.computed, sum(tracked.hits.values()),
@@ -113,7 +126,8 @@ class Scheduler:
             )  # fmt: skip
         elif not tracked.ready:  # all that is left has to be computed
             known = max(tracked.computed, request.num_computed_tokens)
-            self.counts.add("missed_tokens", by=request.num_tokens - known)
+            self.counts.add("missed_tokens", by=request.num_tokens - known - tracked.shortened)
+            self._shortened(tracked)
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the latest load come from."""
@@ -149,10 +163,13 @@ class Scheduler:
 
     def build(self, output: Any) -> StepMetadata:
         """The jobs of this step."""
+        waits = bool(self._new_loads) and self._config.connector.load == "sync"
+        tokens = output.total_num_scheduled_tokens
+        self._prefill.begun(tokens, len(output.num_scheduled_tokens), waits=waits)
         self._follow(output)
         if self.sides is None:
             return StepMetadata()
-        shipping, saves, _ = self.sides
+        shipping, saves, loads = self.sides
         for name in output.num_scheduled_tokens:
             tracked = self._requests.get(name)
             if tracked is None:
@@ -160,9 +177,11 @@ class Scheduler:
             # the cheap test first: most requests only decode another token
             if tracked.request.num_computed_tokens >= (tracked.saved + 1) * self._chunk:
                 done = tracked.confirmed(self._chunk) if self._stores else 0
-                if done > tracked.saved:
-                    saves.save(tracked, done)
+                first = tracked.saved
+                if done > first and saves.save(tracked, done) and first < tracked.found:
+                    loads.recomputed(tracked, first, min(done, tracked.found))
             if not tracked.ready:
+                turns.began(shipping, tracked)  # nobody has looked for its blocks
                 tracked.ready, tracked.base = True, tracked.request.num_computed_tokens
         jobs: list[Job] = saves.take()
         if self._queued and self._config.promotion.enabled:
@@ -238,10 +257,15 @@ class Scheduler:
             log.error("close: a commit hangs; the directory stays locked")
 
     def stats(self) -> TieredStats | None:
-        """What happened since the last call; None where nothing did."""
+        """What happened since the last call; None where nothing did. vLLM asks once at the end
+        of each step."""
+        self._prefill.ended()
         if self.sides is None:
             return None
         shipping, saves, _ = self.sides
+        refused = shipping.planner.room.over_budget
+        self.counts.add("over_budget_blocks", by=refused - self._over_budget)
+        self._over_budget = refused
         dropped, saves.dropped = saves.dropped, 0
         self.counts.add("dropped_blocks", by=dropped)
         counters = self.counts.take()
@@ -283,16 +307,19 @@ class Scheduler:
             self._requests[request.request_id] = tracked
         return tracked
 
+    def _shortened(self, tracked: Tracked) -> None:
+        """Count what a tier has and the engine computes all the same."""
+        if tracked.shortened:
+            self.counts.add("shortened_tokens", by=tracked.shortened)
+            log.info(
+                "request %s: %d tokens in the tiers are computed, which is faster",
+                tracked.request.request_id, tracked.shortened,
+            )  # fmt: skip
+
     def _end_turn(self, tracked: Tracked) -> None:
-        """Tell the planner what ended the turn, once its last chunk is stored."""
-        session, request = tracked.turn.session, tracked.request
-        if session is None or self.sides is None:
-            return
-        shipping = self.sides.shipping
-        with shipping.lock:
-            shipping.planner.turn_ended(session, **ending(request, self._config.connector))
-            if params_of(request).get("finish"):
-                shipping.planner.end_session(session, shipping.clock())
+        assert self.sides is not None
+        live = self._requests.values()
+        turns.ended(self.sides.shipping, tracked, self._config.connector, live)
 
     def _follow(self, output: Any) -> None:
         """Learn which blocks the scheduled requests have now."""
@@ -323,7 +350,13 @@ class Scheduler:
         hellos, self._hellos = self._hellos, []
         try:
             self.sides = open_sides(
-                self._config, self._geometry, self._disk, hellos, self._pinning, self._count
+                self._config,
+                self._geometry,
+                self._disk,
+                hellos,
+                self._pinning,
+                self._count,
+                self._prefill,
             )
         except Exception:
             self._asked = float("-inf")

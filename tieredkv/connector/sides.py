@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tieredkv.build import Disk, build_planner
 from tieredkv.config import Config
+from tieredkv.connector.bandwidth import Prefill
 from tieredkv.connector.loads import Loads
 from tieredkv.connector.pinning import Pinning
 from tieredkv.connector.saves import Saves
@@ -51,6 +52,7 @@ def open_sides(
     hellos: Sequence[Hello],
     pinning: Pinning,
     heard: Heard,
+    prefill: Prefill,
 ) -> Sides:
     """A planner for the smallest of the ranks' tiers, with what the index holds.
 
@@ -70,4 +72,5 @@ def open_sides(
     index = disk.index if disk else None
     shipping = Shipping(planner, size, config.mover, index, time.time, geometry.ranks, heard)
     saves = Saves(shipping, config, geometry.block, pinning)
-    return Sides(shipping, saves, Loads(shipping, config, geometry.block, saves.copy))
+    loads = Loads(shipping, config, geometry.block, saves.copy, prefill)
+    return Sides(shipping, saves, loads)

@@ -17,9 +17,11 @@ from tieredkv.types import Outcome
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hit_tokens": ("Prompt tokens that requests loaded, by tier.", ("tier",)),
     "missed_tokens": ("Prompt tokens that neither the engine nor a tier had.", ()),
+    "shortened_tokens": ("Prompt tokens that a tier had, computed because that is faster.", ()),
     "moved_blocks": ("Chunks read or written.", ("operation", "tier", "outcome")),
     "moved_bytes": ("Bytes of chunks read or written well.", ("operation", "tier")),
     "dropped_blocks": ("Chunks not stored: no room, or too many saves under way.", ()),
+    "over_budget_blocks": ("Chunks that write_budget turned down, each time.", ()),
 }
 GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "used_bytes": ("Bytes of resident chunks.", ("tier",)),

@@ -72,6 +72,8 @@ class Report:
     ranks: int = 1
     holding: int = 1
     """Those of them that had not released the job's engine blocks before."""
+    seconds: float = 0.0
+    """What it took on the slowest rank, the wait for a thread included; 0: not known."""
 
     def merge(self, other: Report) -> Report:
         """A failure on one rank is a failure of the block."""
@@ -80,6 +82,7 @@ class Report:
             worst(self.write, other.write),
             self.ranks + other.ranks,
             self.holding + other.holding,
+            max(self.seconds, other.seconds),
         )
 
 

@@ -210,8 +210,10 @@ class Worker:
             else:
                 move = replace(move, dst=here, dst_slots=chunks)
 
+        began = time.monotonic()
+
         def ended(transfer: Transfer) -> None:
-            self._ended(job, transfer)
+            self._ended(job, transfer, time.monotonic() - began)
 
         return job, Transfer(move, tiers, None, self._part, ended), blocks
 
@@ -219,7 +221,7 @@ class Worker:
         if not self._mover.start(transfer, self._cache.chunk_bytes, load=load):
             transfer.refuse()
 
-    def _ended(self, job: Job, transfer: Transfer) -> None:
+    def _ended(self, job: Job, transfer: Transfer, seconds: float) -> None:
         read: Outcomes = transfer.read if job.move.src is not None else []
         write: Outcomes = transfer.write if job.move.dst is not None else []
         if job.move.dst is None:  # read well, but it never reached the engine's blocks
@@ -230,7 +232,7 @@ class Worker:
         with self._lock:
             held = job.id not in self._freed
             self._freed.discard(job.id)
-            self._reports[job.id] = Report(read, write, holding=int(held))
+            self._reports[job.id] = Report(read, write, holding=int(held), seconds=seconds)
             self._saving.pop(job.id, None)
             for loading in self._loading.values():
                 loading.left.discard(job.id)

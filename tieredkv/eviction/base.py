@@ -10,7 +10,7 @@ No clock, lock, I/O or reference counts in here; randomness is a seeded argument
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +33,43 @@ class Kind(StrEnum):
     """Only `blocks`/`nbytes` changed: a tail was trimmed, blocks were added, or it was split."""
     END = "end"
     """Its session has finished or abandoned it: it is not expected back."""
+    SESSION = "session"
+    """A session came to it, left it, or changed its state; `last` may be later than it was."""
+
+
+@dataclass(slots=True, eq=False)
+class SessionState:
+    """What the planner knows of one session, kept while its blocks come and go.
+
+    Policies read it, the planner writes it; the last four fields belong to the delay model.
+    """
+
+    id: str
+    turns: int = 0
+    """Turns begun."""
+    running: bool = False
+    """A turn is being served; its blocks are in use."""
+    queued: bool = False
+    """Its next turn waits in the engine's queue: it is certain to come."""
+    since: float = 0.0
+    """When the last turn ended, or while running: began."""
+    delay: float | None = None
+    """Seconds between the end of a turn and the begin of the next, the last time."""
+    blocks: int = 0
+    """Length of its chain."""
+    category: str | None = None
+    finish_reason: str | None = None
+    next_tool: str | None = None
+    output_tokens: int | None = None
+    priority: int = 0
+    parent: str | None = None
+    """The session that it was forked from."""
+    announced: bool = False
+    """Its turns are said to begin and to end: a put is neither."""
+    group: int = 0
+    scale: tuple[int, ...] = ()
+    features: tuple[tuple[str, int], ...] = ()
+    counted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +97,9 @@ class Access:
     """What is known about the request that wrote it."""
     first: bytes = b""
     """Key of the run's first block: the one that is stored first when the run comes back."""
+    sessions: Collection[SessionState] = ()
+    """Whose next turn is expected to use the run: sessions that are alive and whose chain ends
+    in it, or below it where this tier has no blocks. Not to be kept: it changes later."""
 
 
 class Victim(NamedTuple):
@@ -90,8 +130,32 @@ class EvictionPolicy(Protocol):
         ...
 
 
+class DelayStatistics(Protocol):
+    """Learns when sessions come back. Told by the planner, asked by policies."""
+
+    def completed(self, session: SessionState, now: float) -> None:
+        """A turn has ended: `since` is now, and the session waits."""
+        ...
+
+    def returned(self, session: SessionState, now: float) -> None:
+        """The next turn has begun, `delay` seconds after the last one ended."""
+        ...
+
+    def ended(self, session: SessionState, now: float) -> None:
+        """The session is over, or its wait is counted no further."""
+        ...
+
+    def state(self) -> bytes:
+        """What was learned, for the next process; of bounded size."""
+        ...
+
+
 class Admission(Protocol):
-    """Decides which runs are worth writing to the NVMe tier. Called under the planner's lock."""
+    """Decides which runs are worth writing to the NVMe tier. Called under the planner's lock.
+
+    With an attribute `late = True`, because time tells more, runs are written when they are
+    about to leave memory (and by `flush`), not as soon as the disk is idle.
+    """
 
     def admit(self, run: Access, now: float) -> bool:
         """`run` as in `EvictionPolicy.record`, with its blocks still to be written."""

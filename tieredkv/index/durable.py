@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tieredkv.errors import ClosedError, DirectoryInUse, FormatError
+from tieredkv.errors import ClosedError, DirectoryError, DirectoryInUse, FormatError
 from tieredkv.executor import Executor
 from tieredkv.index.changes import Change, PendingChanges
 from tieredkv.index.damage import DamagedIndex, set_aside
@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 BOOT_BITS = 24  # a generation has 64 bits: boot << 40 | counter
+STATISTICS = b"delays"
+KEEP_EVERY = 600.0  # seconds between two writes of the statistics
+SHARE = 16  # they may take one in so many bytes of what the index may grow to
 
 _open_paths: set[str] = set()
 _open_lock = threading.Lock()
@@ -66,6 +69,11 @@ class DurableIndex:
         """Where a damaged predecessor is, if there was one."""
         self.dropped: dict[str, int] = {}
         """Blocks that `load` dropped, by reason."""
+        self.learned: Callable[[], bytes] | None = None
+        """Gives what else is to be kept: asked after a commit, at most every ten minutes, and
+        by `close`, on the executor's thread and without any lock of the index."""
+        self._kept = time.monotonic()
+        self._last_words = threading.Event()
         self._limits = (map_size, map_size * 2 if map_limit is None else map_limit, timeout)
         self._executor = executor
         self._epoch = self._boot = 0
@@ -193,8 +201,17 @@ class DurableIndex:
         """Wait until everything submitted has been answered; False at the deadline."""
         return self._changes.wait(timeout)
 
+    def statistics(self) -> bytes | None:
+        """What `learned` gave last, perhaps to an earlier process; None if nothing can be read."""
+        self._check_open()
+        try:
+            return self._env.read(lambda txn: txn.get_bytes(STATISTICS))
+        except DirectoryError as error:
+            log.warning("index %s: the statistics cannot be read: %s", self.path, error)
+            return None
+
     def close(self, timeout: float) -> bool:
-        """Refuse new changes, wait for the queued ones, close. Idempotent.
+        """Refuse new changes, wait for the queued ones, keep what was learned, close. Idempotent.
 
         False if something was still queued or running at the deadline: what is queued is
         answered `done(False)`, and a transaction that hangs keeps the environment open.
@@ -205,6 +222,9 @@ class DurableIndex:
         self._closed = True
         clean = self.flush(timeout)
         self._changes.answer(self._changes.take(), False)
+        if clean and self.learned is not None:
+            self._executor.submit(self._keep)
+            self._last_words.wait(max(0.0, deadline - time.monotonic()))
         if not self._env.close(deadline - time.monotonic()):
             log.error("index %s: a transaction hangs; the index stays open", self.path)
             return False
@@ -293,6 +313,24 @@ class DurableIndex:
             changes = self._changes.take()
             ok = bool(changes) and self._apply(changes)
         self._changes.answer(changes, ok)
+        if self.learned is not None and time.monotonic() - self._kept >= KEEP_EVERY:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Store what was learned. It is no loss if that fails: it is not counted either."""
+        self._kept = time.monotonic()
+        assert self.learned is not None
+        try:
+            value = self.learned()
+            if len(value) > self._env.map_limit // SHARE:
+                log.info("index %s: no room for %d bytes of statistics", self.path, len(value))
+                return
+            self._env.write(lambda txn: txn.put_bytes(STATISTICS, value))
+        except Exception as error:
+            log.warning("index %s: the statistics were not stored: %s", self.path, error)
+        finally:
+            if self._closed:
+                self._last_words.set()
 
     def _apply(self, changes: Sequence[Change]) -> bool:
         def work(txn: Transaction) -> None:

@@ -40,6 +40,14 @@ class Transaction:
     def put_meta(self, name: bytes, value: int) -> None:
         self._txn.put(name, value.to_bytes(8, "little"), db=self._meta)
 
+    def get_bytes(self, name: bytes) -> bytes | None:
+        """Metadata that is no number."""
+        value = self._txn.get(name, db=self._meta)
+        return None if value is None else bytes(value)
+
+    def put_bytes(self, name: bytes, value: bytes) -> None:
+        self._txn.put(name, value, db=self._meta)
+
     def put(self, records: Iterable[tuple[bytes, bytes]]) -> None:
         with self._txn.cursor(self._blocks) as cursor:
             cursor.putmulti(records)
@@ -111,6 +119,11 @@ class Environment:
     def read(self, work: Callable[[Transaction], T]) -> T:
         """Run `work` on a snapshot. Raises DamagedIndex, TransactionFailed."""
         return self._run(work, False)
+
+    @property
+    def map_limit(self) -> int:
+        """Bytes that the data file may grow to."""
+        return self._map_limit
 
     def set_map_limit(self, n: int) -> None:
         """Bound the data file to `n` bytes, or to little more than it has already."""

@@ -23,7 +23,7 @@ class Run:
 
     __slots__ = (
         "born", "busy", "children", "count", "generation", "hits", "home", "id", "keys", "kids",
-        "last", "parent", "pins", "slots", "start", "turn", "visible",
+        "last", "parent", "pins", "slots", "start", "turn", "visible", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +57,8 @@ class Run:
         """All blocks of this run and of its ancestors have a copy."""
         self.born = now
         self.last = now
+        self.whole = now
+        """Last use of the run's last block; `last` is that of any of its blocks."""
         self.hits = 0
         self.turn = turn
         self.pins: dict[int, int] | None = None
@@ -228,6 +230,7 @@ class PrefixTree:
         )
         self._next_id += 1
         head.visible, head.last, head.hits = run.visible, run.last, run.hits
+        head.whole, run.last = run.last, run.whole
         self.runs[head.id] = head
         if run.parent is not None and run.parent.children is not None:
             del run.parent.children[run.id]

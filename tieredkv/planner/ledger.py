@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from tieredkv.events import EventKind
 from tieredkv.index.prefix_tree import ABSENT, Run
 from tieredkv.index.record import ROOT, Piece
+from tieredkv.planner.check import violations
 from tieredkv.planner.plans import Effects, IndexOp, Ticket
 from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room
@@ -233,7 +234,7 @@ class Ledger:
             if parent is not None and piece.depth < parent.end:
                 parent = self.res.split(parent, piece.depth - parent.start)
             run = self.res.tree.append(parent, piece.keys, piece.generation, piece.born, None)
-            run.last = piece.last
+            run.last = run.whole = piece.last
             run.visible = True
             leaf = piece.keys[-1] not in followed  # others would be ranked only to be forgotten
             self.res.install(run, 0, tier, piece.slots, reserved=False, leaf=leaf)
@@ -300,7 +301,7 @@ class Ledger:
 
     def check(self, moving: Sequence[Move]) -> list[str]:
         """Violated invariants, given the moves that have not finished; empty when sound."""
-        problems = self.res.check()
+        problems = violations(self.res)
         for tier, level in enumerate(self.res.levels):
             owned = [
                 s for r in self.res.tree.runs.values() for s in (r.slots[tier] or ()) if s >= 0

@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cachetools import LRUCache
-
 from tieredkv.errors import UsageError
-from tieredkv.eviction.base import Kind
+from tieredkv.eviction.base import DelayStatistics
 from tieredkv.index.prefix_tree import ABSENT, Run
+from tieredkv.index.record import Piece
 from tieredkv.planner.ledger import Ledger
 from tieredkv.planner.plans import PutPlan, TokenBucket
 from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room, leaf_on_path
+from tieredkv.planner.sessions import Sessions
+from tieredkv.planner.shadow import Guard
 from tieredkv.types import Match, Move, Turn
-
-SESSIONS = 1 << 16
 
 
 class Planner(Ledger):
@@ -36,15 +35,25 @@ class Planner(Ledger):
         epoch: int = 0,
         through: bool = False,
         promotion_budget: float = 0.0,
+        model: DelayStatistics | None = None,
+        guards: Sequence[Guard] = (),
     ) -> None:
         """`boot`: how often the durable index was opened, so that generations never repeat.
         `through`: every put is written to the durable tier. `promotion_budget`: blocks per
-        second, 0 for no limit."""
+        second, 0 for no limit. `model` learns when sessions come back, `guards` watch it."""
         super().__init__(residency, room, boot, epoch)
         self.pins = residency.pins
         self.through = through
         self.budget = TokenBucket(promotion_budget)
-        self._sessions: LRUCache[str, bytes] = LRUCache(SESSIONS)
+        self.sessions = Sessions(residency, model, list(guards))
+
+    def recover(self, pieces: Sequence[Piece]) -> int:
+        """Adopt what a durable index held, parents before children; blocks adopted. Where a
+        chain ends somebody may come back: how long ago it was used is known."""
+        found = super().recover(pieces)
+        if self.sessions.model is not None:
+            self.sessions.adopt([run for run in self.res.tree.runs.values() if not run.children])
+        return found
 
     # -- lookup ---------------------------------------------------------------------------
 
@@ -104,7 +113,8 @@ class Planner(Ledger):
             _verify(keys, self._path(run, start, known))
         if start > known or known == len(keys):
             if run is not None and start <= known and not pending:
-                self.res.touch(run, now)
+                self.res.touch(run, now, blocks=known)
+                self.sessions.wrote(_first(keys, known), run, run, turn, now)
                 if self.through:
                     self.res.want(run)
             return PutPlan(known, pending, [], 0)
@@ -129,8 +139,7 @@ class Planner(Ledger):
         self._generation += 1
         child = self.res.tree.append(run, keys[known : known + placed], self._generation, now, turn)
         moves = self._place(child, shares)
-        if turn is not None and turn.session is not None:
-            self._sessions[turn.session] = child.keys[-1]
+        self.sessions.wrote(_first(keys, child.end), child, run, turn, now)
         return PutPlan(known, pending, moves, wanted)
 
     def _share(
@@ -163,6 +172,7 @@ class Planner(Ledger):
             keys = list(run.keys[at : at + count])
             if keys:
                 self.res.reserve(run, tier, keys)
+                self.room.spend(tier, count)
                 slots = self.res.levels[tier].pool.take(count)
                 depths = list(range(run.start + at, run.start + at + count))
                 generations = [run.generation] * count
@@ -190,7 +200,8 @@ class Planner(Ledger):
             return blocks, []
         path = self._path(run, start, blocks)
         _verify(keys, path)
-        self.res.touch(run, now)
+        self.res.touch(run, now, blocks=blocks)
+        self.sessions.used(run, blocks, now)
         moves: dict[int, Move] = {}
         for node, lo, hi in path:
             offset = lo
@@ -302,34 +313,58 @@ class Planner(Ledger):
         if run is not None:
             self.pins.hold(run, blocks, now + ttl)
 
-    def session_run(self, session: str) -> Run | None:
-        key = self._sessions.get(session)
-        return None if key is None else self.res.tree.find(key)
+    def session_of(self, keys: Sequence[bytes]) -> str | None:
+        """The session whose next turn a request with this chain is, as far as the chain tells:
+        it goes on from where that session's chain ends. O(log n)."""
+        blocks, run = self.res.tree.match(keys, visible=False)
+        return self.sessions.at(run) if run is not None and run.end == blocks else None
 
-    def turn_ended(self, session: str, **facts: object) -> None:
-        """Attach what ended the turn to the run that the session wrote last."""
-        run = self.session_run(session)
+    def turn_began(self, session: str, now: float) -> None:
+        """The session's next request is here."""
+        self.sessions.began(session, now)
+
+    def turn_ended(
+        self,
+        session: str,
+        now: float,
+        *,
+        finish_reason: str | None = None,
+        next_tool: str | None = None,
+        output_tokens: int | None = None,
+    ) -> None:
+        """The session's request is served; what ended it tells when the next one comes."""
+        run = self.sessions.run(session)
         if run is not None:
+            facts = {
+                "finish_reason": finish_reason,
+                "next_tool": next_tool,
+                "output_tokens": output_tokens,
+            }
             known = {name: fact for name, fact in facts.items() if fact is not None}
             run.turn = replace(run.turn or Turn(session), **known)  # type: ignore[arg-type]
+        self.sessions.ended(session, now, finish_reason, next_tool, output_tokens)
+
+    def queued(self, session: str, now: float) -> None:
+        """The session's next request waits to be served."""
+        self.sessions.queued(session, now)
 
     def end_session(self, session: str, now: float) -> None:
         """The session will not come back: its last run is the next to go."""
-        run = self.session_run(session)
-        self._sessions.pop(session, None)
-        if run is not None and not run.children:
-            self.res.touch(run, now, Kind.END)
+        self.sessions.finish(session, now)
 
     def abandon(self, keys: Sequence[bytes], now: float) -> None:
         """Nobody will extend this chain: what hangs on nothing else is the next to go."""
-        _, run = self.res.tree.match(keys, visible=True)
-        if run is not None and not run.children:
-            self.res.touch(run, now, Kind.END)
+        blocks, run = self.res.tree.match(keys, visible=True)
+        if run is not None and run.end == blocks:
+            self.sessions.abandon(run, now)
 
-    def fork(self, session: str, new: str) -> None:
-        key = self._sessions.get(session)
-        if key is not None:
-            self._sessions[new] = key
+    def fork(self, session: str, new: str, now: float) -> None:
+        """A new session begins with this one's context."""
+        self.sessions.fork(session, new, now)
+
+
+def _first(keys: Sequence[bytes], count: int) -> Sequence[bytes]:
+    return keys if count == len(keys) else keys[:count]
 
 
 def _verify(keys: Sequence[bytes], path: Sequence[tuple[Run, int, int]]) -> None:

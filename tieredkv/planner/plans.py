@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from tieredkv.index.record import Deletion, Piece
 from tieredkv.types import Move
 
+DAY = 86400.0  # seconds
+
 
 @dataclass(frozen=True, slots=True)
 class PutPlan:
@@ -48,12 +50,26 @@ class Ticket:
 
 
 class TokenBucket:
-    """A rate limit of whole tokens per second with one second of burst; rate 0: no limit."""
+    """A rate limit of whole tokens per second; rate 0: no limit. Not thread-safe."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, burst: float | None = None) -> None:
+        """`burst`: how many may be saved up. It starts with all of them; left out: with those
+        of one second, and it can save up one token even where that is longer."""
         self._rate = rate
-        self._tokens = rate
+        self._burst = max(rate, 1.0) if burst is None else burst
+        self._tokens = rate if burst is None else burst
         self._last: float | None = None
+
+    @classmethod
+    def daily(cls, tokens: float, batch: int) -> TokenBucket:
+        """At most `tokens` in any 24 hours; 0 for no limit.
+
+        An hour's worth can be saved up, or `batch` if that is more, but not over half of the
+        day's. What is saved up counts as part of the day's tokens, so that a full bucket and a
+        day of refill together do not exceed them.
+        """
+        burst = max(tokens / 25, min(batch, tokens / 2))
+        return cls((tokens - burst) / DAY, burst)
 
     def available(self, wanted: int, now: float) -> int:
         """How many of `wanted` could go now."""
@@ -61,11 +77,16 @@ class TokenBucket:
             return wanted
         elapsed = 0.0 if self._last is None else max(0.0, now - self._last)
         self._last = now
-        self._tokens = min(max(self._rate, 1.0), self._tokens + elapsed * self._rate)
-        return min(wanted, int(self._tokens))
+        self._tokens = min(self._burst, self._tokens + elapsed * self._rate)
+        return max(0, min(wanted, int(self._tokens)))
 
     def take(self, wanted: int, now: float) -> int:
         """Spend up to `wanted` tokens; how many."""
         granted = self.available(wanted, now)
-        self._tokens -= granted if self._rate else 0
+        self.spend(granted)
         return granted
+
+    def spend(self, tokens: int) -> None:
+        """These were used, of those that were available."""
+        if self._rate:
+            self._tokens -= tokens

@@ -7,41 +7,17 @@ policies, slot pools and events in step. Decisions are the planner's.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 
-from tieredkv.errors import CapacityError
 from tieredkv.events import EventKind, EventLog
-from tieredkv.eviction.base import Access, EvictionPolicy, Kind
+from tieredkv.eviction.base import Access, Kind, SessionState
 from tieredkv.index.prefix_tree import ABSENT, PrefixTree, Run
 from tieredkv.index.record import Deletion
-from tieredkv.index.slots import SlotPool
+from tieredkv.planner.level import Level
 from tieredkv.planner.pins import Pins
+from tieredkv.planner.visitors import Visitors
 
-
-@dataclass(slots=True)
-class Level:
-    """One tier as the planner sees it."""
-
-    name: str
-    policy: EvictionPolicy
-    slots: int
-    durable: bool = False
-    accepts: bool = True
-    """False: nothing is written to it any more (write policy `off`)."""
-    expect: Callable[[bytes], None] = field(init=False)
-    """Tells the policy which block is about to come, if it wants to know."""
-    pool: SlotPool = field(init=False)
-    writing: dict[bytes, int] = field(default_factory=dict)
-    """Blocks whose copy is being written: key -> generation."""
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise CapacityError(
-                f"tier {self.name!r} has no room for a single block: raise its capacity"
-            )
-        self.pool = SlotPool(self.slots)
-        self.expect = getattr(self.policy, "expect", lambda key: None)
+SEARCH = 256  # runs that one question about a subtree looks at
 
 
 class Residency:
@@ -52,13 +28,14 @@ class Residency:
         self.block_bytes = block_bytes
         self.tree = PrefixTree(len(levels))
         self.pins = Pins(self.tree)
+        self.visitors = Visitors(len(levels), self._attended)
         self.events = events
         self.durable = next((t for t, level in enumerate(levels) if level.durable), None)
         self.dirty: dict[int, None] = {}
         """Visible runs with blocks that were never written to the durable tier, oldest first."""
         self.declined: set[int] = set()
         """Those of them that admission or a full tier turned down, until they are hit."""
-        self.unwanted: set[int] = set()
+        self.unwanted: dict[int, float] = {}
         """Runs that the durable tier has evicted blocks of, until they are hit."""
         self.deleted: list[Deletion] = []
         """Durable copies removed since `take_deleted`."""
@@ -127,7 +104,7 @@ class Residency:
         tier: int,
         *,
         lose: bool = False,
-        evicted: bool = False,
+        evicted: float | None = None,
     ) -> None:
         """Take these copies (ascending offsets) out of the tier. Their slots return to the pool,
         or wait in `deleted` for the commit that a durable tier needs; `lose` withdraws them.
@@ -160,8 +137,9 @@ class Residency:
                 for key, slot in zip(keys, slots, strict=True)
             )
             level.pool.expected += 0 if lose else len(slots)
-            if evicted:
-                self.unwanted.add(run.id)
+            if evicted is not None:
+                self.unwanted[run.id] = evicted
+                self.dirty.pop(run.id, None)  # or what is written of it would be evicted again
             elif run.visible and level.accepts and run.id not in self.dirty:
                 self.declined.add(run.id)
         elif not lose:
@@ -198,8 +176,10 @@ class Residency:
                 run.slots[tier] = None
             if not head.count[tier]:
                 head.slots[tier] = None
+            if before[tier] and not run.present(tier):
+                self.visitors.left(run, tier)
         if run.id in self.unwanted:
-            self.unwanted.add(head.id)
+            self.unwanted[head.id] = self.unwanted[run.id]
         if run.id in self.dirty:
             self.dirty[head.id] = None
         elif run.id in self.declined:
@@ -236,6 +216,8 @@ class Residency:
                 self._presence(run, tier, was)
         dropped = len(run.keys) - offset
         self.pins.retreat(run, offset)
+        if not offset:
+            self.visitors.dropped(run)
         self.tree.cut(run, offset)
         if not offset or (self.durable is not None and run.count[self.durable] == offset):
             self._clean(run)
@@ -258,15 +240,18 @@ class Residency:
 
     # -- recency and victims --------------------------------------------------------------
 
-    def touch(self, run: Run, now: float, kind: Kind = Kind.HIT) -> None:
-        """A request used `run` as its deepest (HIT), or its session has ended (END).
+    def touch(self, run: Run, now: float, kind: Kind = Kind.HIT, blocks: int | None = None) -> None:
+        """A request used `run` as its deepest (HIT), or nobody will extend it (END). `blocks`:
+        from the root, if it was not used to its end.
 
-        Each tier's nearest leaf on the path is told.
+        Each tier's nearest leaf on the path is told; of an end only if no session is expected.
         """
         if kind is Kind.HIT:
             run.last = max(run.last, now)
+            if blocks is None or blocks == run.end:
+                run.whole = run.last
             run.hits += 1
-            self.unwanted.discard(run.id)
+            self.unwanted.pop(run.id, None)
             if run.id in self.declined:
                 self.declined.remove(run.id)
                 self.dirty[run.id] = None
@@ -276,7 +261,14 @@ class Residency:
                 node = node.parent
             if node is not None and not node.kids[tier]:
                 node.last = max(node.last, run.last)
-                self._record(node, tier, kind)
+                if kind is Kind.HIT or not self.visitors.seen(node, tier):
+                    self._record(node, tier, kind)
+
+    def attend(self, session: SessionState, now: float) -> None:
+        """The session's state has changed, with a use of its blocks."""
+        for tier, run in self.visitors.runs(session):
+            run.last = run.whole = max(run.last, now)
+            self._attended(run, tier)
 
     def victims(
         self, tier: int, blocks: int, now: float, keep: Callable[[Run], int]
@@ -291,45 +283,18 @@ class Residency:
         )
         return [(runs[victim.run], victim.nbytes // size) for victim in chosen]
 
-    def check(self) -> list[str]:
-        """Violated invariants; empty when sound. Slots owned by moves are the planner's."""
-        problems = self.tree.check()
-        for run in self.tree.runs.values():
-            for tier, level in enumerate(self.levels):
-                writing = sum(key in level.writing for key in run.keys)
-                if writing != run.busy[tier]:
-                    problems.append(
-                        f"run {run.id}: {run.busy[tier]} writes to {level.name}, not {writing}"
-                    )
-            shown = run.parent is None or run.parent.visible
-            if shown and not run.visible and not any(run.busy):
-                problems.append(f"run {run.id} is hidden for ever")
-        stray = (self.dirty.keys() | self.declined | self.unwanted) - self.tree.runs.keys()
-        if stray or self.dirty.keys() & self.declined:
-            problems.append(f"dirty list names dead runs {sorted(stray)[:8]} or a run twice")
-        if self.durable is not None:
-            problems += self._check_durable_closed(self.durable)
-        return problems
-
-    def _check_durable_closed(self, tier: int) -> list[str]:
-        problems = []
-        for run in self.tree.runs.values():
-            slots = run.slots[tier]
-            if slots is None:
-                continue
-            parent = run.parent
-            if parent is not None and parent.count[tier] != len(parent.keys):
-                problems.append(f"run {run.id} is durable below blocks that are not")
-            if ABSENT in slots[: run.count[tier]]:
-                problems.append(f"run {run.id} has a durable block after one that is not")
-        return problems
-
     # -- leaf bookkeeping -----------------------------------------------------------------
 
     def _presence(self, run: Run, tier: int, was: bool) -> None:
         """Tell the parent when the run's first copy came to the tier or its last one left."""
         now, parent = run.present(tier), run.parent
-        if now == was or parent is None:
+        if now == was:
+            return
+        if now:
+            self.visitors.arrived(run, tier)
+        else:
+            self.visitors.left(run, tier)
+        if parent is None:
             return
         if now:
             parent.kids[tier] += 1
@@ -345,7 +310,7 @@ class Residency:
         """Have the run written to the durable tier, whatever was decided before."""
         if self.lacks(run):
             self.declined.discard(run.id)
-            self.unwanted.discard(run.id)
+            self.unwanted.pop(run.id, None)
             self.dirty[run.id] = None
 
     def lacks(self, run: Run) -> bool:
@@ -356,17 +321,42 @@ class Residency:
     def _clean(self, run: Run) -> None:
         self.dirty.pop(run.id, None)
         self.declined.discard(run.id)
-        self.unwanted.discard(run.id)
+        self.unwanted.pop(run.id, None)
 
     def _leaf_again(self, run: Run, tier: int) -> None:
         if run.count[tier] and not run.kids[tier]:
-            self._record(run, tier, Kind.LEAF)
+            self._record(run, tier, Kind.END if self._deserted(run, tier) else Kind.LEAF)
 
-    def access(self, run: Run, blocks: int, kind: Kind) -> Access:
+    def _deserted(self, run: Run, tier: int) -> bool:
+        """The session that wrote it is over, and no other is expected."""
+        writer = None if run.turn is None else run.turn.session
+        over = writer is not None and writer in self.visitors.over
+        return over and not self.visitors.seen(run, tier)
+
+    def _attended(self, run: Run, tier: int) -> None:
+        if run.count[tier] and not run.kids[tier]:
+            self._record(run, tier, Kind.SESSION)
+
+    def access(
+        self, run: Run, blocks: int, kind: Kind, sessions: Collection[SessionState]
+    ) -> Access:
+        """The run as a policy or an admission should see it, with so many blocks."""
         return Access(
             kind, run.id, run.keys[-1], blocks, blocks * self.block_bytes, run.end,
-            run.born, run.last, run.hits, run.turn, run.keys[0],
+            run.born, run.last, run.hits, run.turn, run.keys[0], sessions,
         )  # fmt: skip
 
+    def expected(self, run: Run) -> list[SessionState]:
+        """Sessions whose chain goes through the run, as far as a short search finds them."""
+        found: list[SessionState] = []
+        queue, left = [run], SEARCH
+        while queue and left:
+            node = queue.pop()
+            left -= 1
+            found.extend(self.visitors.standing(node))
+            queue.extend((node.children or {}).values())
+        return found
+
     def _record(self, run: Run, tier: int, kind: Kind) -> None:
-        self.levels[tier].policy.record(self.access(run, run.count[tier], kind))
+        access = self.access(run, run.count[tier], kind, self.visitors.seen(run, tier))
+        self.levels[tier].policy.record(access)

@@ -8,15 +8,19 @@ nothing hangs on it. Clean victims leave at once; the others are copied down fir
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
 from tieredkv.eviction.base import Admission, Kind
 from tieredkv.index.prefix_tree import ABSENT, Run
+from tieredkv.planner.plans import TokenBucket
 from tieredkv.planner.residency import Residency
 from tieredkv.types import Move
 
 SCAN = 16  # runs that one background write-back looks at: bounds the time under the lock
+QUEUE = 1 << 16  # runs that wait for the write budget; of more, the oldest wait for a use
+RESERVE = 16  # of memory's blocks, the share that is kept ready to leave it is one in so many
 
 
 def leaf_on_path(run: Run | None, tier: int) -> Run | None:
@@ -29,12 +33,22 @@ def leaf_on_path(run: Run | None, tier: int) -> Run | None:
 class Room:
     """Evictions and demotions of a `Residency`. Moves that it wants are left in `moves`."""
 
-    def __init__(self, residency: Residency, admission: Admission | None, low: int) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        admission: Admission | None,
+        low: int,
+        budget: TokenBucket | None = None,
+    ) -> None:
         """`low`: free slots that the durable tier keeps ready, so that puts need not wait for
-        the commit of an eviction."""
+        the commit of an eviction. `budget`: blocks that may be written to it; None: no limit."""
         self.res = residency
         self.tiers = range(len(residency.levels))
         self.admission = admission
+        self.late = bool(getattr(admission, "late", False))
+        """Is nothing to be written before it is about to leave memory?"""
+        self._ahead = 0
+        """Of how many evictions from memory that was last seen to."""
         self.low = low
         self.moves: list[Move] = []
         self.evicted = [0] * len(residency.levels)
@@ -43,12 +57,21 @@ class Room:
         """Blocks whose last copy was evicted."""
         self.refused = 0
         """Runs that the durable tier should have got and could not take."""
+        self.budget = TokenBucket(0.0) if budget is None else budget
+        self.over_budget = 0
+        """Blocks that the budget turned down; again each time they are tried again."""
+        self._postponed: deque[int] = deque(maxlen=QUEUE)
+        """Runs declined for the budget, oldest first; some have been used or have gone since."""
 
     def make(
         self, tier: int, blocks: int, now: float, *protect: Run | None, force: bool = False
     ) -> int:
-        """Evict until `blocks` slots are free; how many of them are. Never evicts `protect`."""
+        """Evict until `blocks` slots are free; how many of them are. Never evicts `protect`.
+
+        What a put into a durable first tier may not write for the budget is no room either."""
         pool = self.res.levels[tier].pool
+        if tier == self.res.durable == 0:
+            blocks = self.budget.available(blocks, now)
 
         def keep(run: Run) -> int:
             if run in protect:
@@ -62,7 +85,10 @@ class Room:
             if not any(count for _, count in victims):
                 return min(blocks, pool.free)
             for run, count in victims:
-                self._evict(run, tier, count)
+                last = run.parent is not None and count == run.count[tier]
+                self._evict(run, tier, count, now)
+                if last:
+                    break  # its parent may be the next to go
 
     def stays(self, run: Run, tier: int) -> bool:
         """Is the run complete in another tier, whatever is evicted from this one?"""
@@ -95,17 +121,74 @@ class Room:
                 self.write_chain(run, now, max(blocks, self.low), protect)
 
     def write_back(self, now: float, blocks: int) -> None:
-        """Want the oldest blocks that the durable tier lacks written, up to about `blocks`."""
-        for run_id in list(islice(self.res.dirty, SCAN)):
-            run = self.res.tree.runs[run_id]
-            if blocks <= 0:
+        """Want the oldest blocks that the durable tier lacks written, up to about `blocks`.
+
+        Once the budget is spent, all that still waits is declined until there is some again.
+        """
+        if not self._affords(now):
+            self._postpone(now)
+        oldest = self._oldest()
+        for _ in range(SCAN):
+            run_id = next(oldest, None) if blocks > 0 and self._affords(now) else None
+            if run_id is None:
                 return
+            run = self.res.tree.runs[run_id]
             admitted = self.admitted(run, now)
             wrote = self.write_chain(run, now, blocks) if admitted else 0
             if wrote == 0:
                 self.refused += admitted
                 self.decline(run)
             blocks -= max(0, wrote)
+
+    def write_ahead(self, now: float, blocks: int) -> None:
+        """Want what leaves memory next written, coldest first, up to about `blocks`.
+
+        Nothing of a turn that is being served: when that ends, more is known. O(1) per eviction.
+        """
+        durable = self.res.durable
+        if not durable:
+            return  # nothing is above it
+        tier, pool = durable - 1, self.res.levels[durable - 1].pool
+        reserve = max(1, pool.limit // RESERVE)
+        enough = pool.free + pool.expected >= reserve or self.evicted[tier] < self._ahead
+        if enough or self.res.levels[durable].writing:
+            return
+
+        def keep(run: Run) -> int:
+            used = any(s.running for s in self.res.visitors.seen(run, tier))
+            return run.count[tier] if used or not run.visible else self._pinned(run, tier)
+
+        for run, _ in self.res.victims(tier, reserve, now, keep):
+            if blocks <= 0:
+                return
+            if self._wanted(run, now):
+                blocks -= max(0, self.write_chain(run, now, blocks))
+        self._ahead = self.evicted[tier] + reserve // 4
+
+    def _oldest(self) -> Iterator[int]:
+        """Runs that the durable tier lacks, first those that have waited for the budget."""
+        while self._postponed:
+            run = self._postponed.popleft()
+            if run in self.res.declined and run not in self.res.unwanted:
+                self.res.declined.remove(run)
+                self.res.dirty[run] = None
+                yield run
+        yield from list(islice(self.res.dirty, SCAN))
+
+    def _postpone(self, now: float) -> None:
+        """Decline what waits, so that neither an eviction nor a flush waits for the budget."""
+        tier = self.res.durable
+        assert tier is not None
+        for run_id in list(islice(self.res.dirty, 64 * SCAN)):
+            run = self.res.tree.runs[run_id]
+            begun = run.count[tier] + run.busy[tier]
+            if begun == len(run.keys):
+                continue  # all of it is on its way
+            self.decline(run)
+            if run_id in self.res.declined and self.admitted(run, now):
+                # chains that are begun are finished first
+                (self._postponed.appendleft if begun else self._postponed.append)(run_id)
+                self.over_budget += len(run.keys) - begun
 
     def decline(self, run: Run) -> None:
         """Do not try to write this run again until it is used."""
@@ -116,9 +199,9 @@ class Room:
     def write_chain(self, run: Run, now: float, limit: int, protect: Run | None = None) -> int:
         """Want `run` written to the durable tier, its missing ancestors first.
 
-        Returns the blocks on their way; 0 if admission or a full tier turns the run down,
-        -1 if an earlier write of the chain has to end first. One move comes from one source
-        tier, so a chain may take several calls.
+        Returns the blocks on their way; 0 if admission, the budget or a full tier turns the run
+        down, -1 if an earlier write of the chain has to end first. One move comes from one
+        source tier, so a chain may take several calls.
         """
         tier = self.res.durable
         assert tier is not None
@@ -127,12 +210,17 @@ class Room:
         while node is not None and node.count[tier] < len(node.keys):
             if node.busy[tier]:
                 return -1
+            if node is not run and self.res.unwanted.get(node.id, -1.0) >= run.last:
+                return 0
             path.append(node)
             node = node.parent
         if not path or not self.admitted(run, now):
             return 0
         anchor = leaf_on_path(path[-1], tier)
         blocks = min(limit, sum(len(r.keys) - r.count[tier] for r in path))
+        blocks = self.budget.available(blocks, now)
+        if not blocks:
+            return 0
         blocks = self.make(tier, blocks, now, anchor, leaf_on_path(protect, tier))
         if not blocks:
             return -1 if self.res.levels[tier].pool.expected else 0
@@ -174,7 +262,18 @@ class Room:
         for run, offset, _ in chosen:
             self.res.reserve(run, dst, run.keys[offset : offset + 1])
         self.moves.append(move)
+        self.spend(dst, len(chosen))
         return len(chosen)
+
+    def spend(self, tier: int, blocks: int) -> None:
+        """So many blocks are being written to `tier`. What then fails has been spent as well:
+        some of its bytes may have reached the medium."""
+        if tier == self.res.durable:
+            self.budget.spend(blocks)
+
+    def _affords(self, now: float) -> bool:
+        """Does the budget allow anything to be written to the durable tier?"""
+        return self.budget.available(1, now) > 0
 
     def _copy_down(self, run: Run, tier: int, count: int, now: float, protect: Run | None) -> None:
         lower = tier + 1
@@ -259,9 +358,9 @@ class Room:
         return self._wanted(run, now)
 
     def _wanted(self, run: Run, now: float) -> bool:
-        """Does the durable tier want the run's blocks?"""
+        """Does the durable tier want the run's blocks, and may it have them?"""
         turned_down = run.id in self.res.declined or run.id in self.res.unwanted
-        return not turned_down and self.admitted(run, now)
+        return not turned_down and self._affords(now) and self.admitted(run, now)
 
     def admitted(self, run: Run, now: float) -> bool:
         if self.admission is None:
@@ -269,7 +368,9 @@ class Room:
         blocks = len(run.keys) - (
             run.count[self.res.durable] if self.res.durable is not None else 0
         )
-        return self.admission.admit(self.res.access(run, blocks, Kind.RESIZE), now)
+        return self.admission.admit(
+            self.res.access(run, blocks, Kind.RESIZE, self.res.expected(run)), now
+        )
 
     def _pinned(self, run: Run, tier: int) -> int:
         if not run.pins:
@@ -277,11 +378,11 @@ class Room:
         kept = max(run.pins.values()) - run.start
         return sum(offset < kept for offset in run.tail(tier))
 
-    def _evict(self, run: Run, tier: int, count: int) -> None:
+    def _evict(self, run: Run, tier: int, count: int, now: float) -> None:
         offsets = list(islice(run.tail(tier), count))[::-1]
         self.evicted[tier] += count
         last_copies = run.only(tier)
-        self.res.remove(run, offsets, tier, evicted=True)
+        self.res.remove(run, offsets, tier, evicted=now)
         edge = offsets[0] if last_copies else len(run.keys)
         while edge and not run.copies(edge - 1):
             edge -= 1

@@ -1,17 +1,27 @@
-"""Line formats of traces: ours and Mooncake FAST25, told apart line by line."""
+"""Line formats of traces, told apart line by line; and the writers."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
+from tieredkv.sim.formats_foreign import MOONCAKE_BLOCK, Bailian, LMCache, Mooncake
+from tieredkv.sim.formats_row import Row
 from tieredkv.sim.request import Request, TraceError
 
-TraceFormat = Literal["tieredkv", "mooncake"]
-MOONCAKE_BLOCK = 512
-"""Tokens per block of every Mooncake trace."""
+TraceFormat = Literal["tieredkv", "mooncake", "bailian", "lmcache"]
+WrittenFormat = Literal["tieredkv", "mooncake"]
 FIELDS = tuple(Request.__dataclass_fields__)
+
+_MARKS: dict[str, TraceFormat] = {
+    "ts": "tieredkv",
+    "chat_id": "bailian",
+    "chunk_hashes": "lmcache",
+    "timestamp": "mooncake",
+}
+"""The first of these fields that a line has says its format."""
 
 
 class Parser:
@@ -19,18 +29,22 @@ class Parser:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._where = ""
         self._ts = -math.inf
         self._block_size = 0
-        self._sessions = Sessions()
+        self._parse: dict[TraceFormat, Callable[[Row], Request]] = {
+            "tieredkv": _ours,
+            "mooncake": Mooncake(),
+            "bailian": Bailian(),
+            "lmcache": LMCache(),
+        }
 
     def __call__(self, line: str, number: int) -> Request:
-        row = self._row(line, number)
-        request = self._ours(row) if self._format(row) == "tieredkv" else self._mooncake(row)
+        row = Row(line, f"{self._path}:{number}")
+        request = self._parse[_format(row)](row)
         if request.ts < self._ts:
-            raise self._error(f"time {request.ts} s after {self._ts} s", "sort the file by time")
+            raise row.error(f"time {request.ts} s after {self._ts} s", "sort the file by time")
         if request.block_size != (self._block_size or request.block_size):
-            raise self._error(
+            raise row.error(
                 f"block_size {request.block_size} after {self._block_size}",
                 "keep one block size per file",
             )
@@ -39,128 +53,39 @@ class Parser:
 
     def format(self, line: str, number: int) -> TraceFormat:
         """The format of one line."""
-        return self._format(self._row(line, number))
-
-    def _row(self, line: str, number: int) -> dict[str, Any]:
-        self._where = f"{self._path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            problem = f"{line.strip()[:60]!r} is no JSON ({error})"
-            raise self._error(problem, "write one JSON object per line") from None
-        if not isinstance(row, dict):
-            raise self._error(f"{line.strip()[:60]!r} is no object", "write one object per line")
-        return row
-
-    def _format(self, row: dict[str, Any]) -> TraceFormat:
-        if "ts" in row:
-            return "tieredkv"
-        if "timestamp" in row:
-            return "mooncake"
-        raise self._error(
-            f"neither `ts` nor `timestamp` among the fields {sorted(row)[:8]}",
-            "use our schema (ts in seconds) or Mooncake's (timestamp in milliseconds)",
-        )
-
-    def _ours(self, row: dict[str, Any]) -> Request:
-        block_size = self._integer(row, "block_size", 1)
-        length = self._integer(row, "input_length", 0)
-        ids = self._ids(row)
-        if len(ids) * block_size > length:
-            raise self._error(
-                f"{len(ids)} hash_ids of {block_size} tokens exceed input_length {length}",
-                "list full blocks of the input only",
-            )
-        return Request(
-            ts=self._seconds(row, "ts"),
-            session=self._text(row, "session"),
-            turn=self._integer(row, "turn", 1),
-            input_length=length,
-            output_length=self._integer(row, "output_length", 0),
-            block_size=block_size,
-            hash_ids=ids,
-            category=self._optional_text(row, "category") or "",
-            think=None if row.get("think") is None else self._seconds(row, "think"),
-            service=None if row.get("service") is None else self._seconds(row, "service"),
-            stop=self._optional_text(row, "stop") or None,
-            model=self._optional_text(row, "model"),
-            parent=self._optional_text(row, "parent"),
-        )
-
-    def _mooncake(self, row: dict[str, Any]) -> Request:
-        length = self._integer(row, "input_length", 0)
-        # The last id of a Mooncake line may cover a partial block.
-        ids = self._ids(row)[: length // MOONCAKE_BLOCK]
-        session, turn = self._sessions.assign(ids)
-        return Request(
-            ts=self._seconds(row, "timestamp") / 1000,
-            session=session,
-            turn=turn,
-            input_length=length,
-            output_length=self._integer(row, "output_length", 0),
-            block_size=MOONCAKE_BLOCK,
-            hash_ids=ids,
-        )
-
-    def _error(self, problem: str, remedy: str) -> TraceError:
-        return TraceError(f"{self._where}: {problem}; {remedy}")
-
-    def _integer(self, row: dict[str, Any], name: str, least: int) -> int:
-        value = row.get(name)
-        if type(value) is not int or value < least:
-            raise self._error(f"{name} is {value!r}", f"an integer >= {least} is needed")
-        return value
-
-    def _seconds(self, row: dict[str, Any], name: str) -> float:
-        value = row[name]
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise self._error(f"{name} is {value!r}", "a finite number >= 0 is needed")
-        return float(value)
-
-    def _text(self, row: dict[str, Any], name: str) -> str:
-        value = row.get(name)
-        if not isinstance(value, str) or not value:
-            raise self._error(f"{name} is {value!r}", "a non-empty string is needed")
-        return value
-
-    def _optional_text(self, row: dict[str, Any], name: str) -> str | None:
-        value = row.get(name)
-        if value is not None and not isinstance(value, str):
-            raise self._error(f"{name} is {value!r}", "a string is needed")
-        return value
-
-    def _ids(self, row: dict[str, Any]) -> list[int]:
-        ids = row.get("hash_ids")
-        if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-            raise self._error(f"hash_ids is {str(ids)[:60]}", "a list of integers is needed")
-        if len(set(ids)) != len(ids):
-            raise self._error("hash_ids names a block twice", "ids must be prefix-chained")
-        if ids and not 0 <= min(ids) <= max(ids) < 1 << 64:
-            raise self._error(f"hash_ids up to {max(ids)}", "ids must be in [0, 2**64)")
-        return ids
+        return _format(Row(line, f"{self._path}:{number}"))
 
 
-class Sessions:
-    """Sessions of a trace that has none: a request continues the session whose last request
-    its prefix contains. One shared block is no evidence (all prompts of a deployment may
-    start alike), so a session is continued from its second block on."""
+def _format(row: Row) -> TraceFormat:
+    for mark, name in _MARKS.items():
+        if mark in row:
+            return name
+    raise row.error(
+        f"neither `ts` nor `timestamp` among the fields {row.names()[:8]}",
+        "use our schema (ts in seconds), Mooncake's, Qwen-Bailian's or LMCache's lookup log",
+    )
 
-    def __init__(self) -> None:
-        self._tips: dict[int, tuple[str, int]] = {}
-        self._count = 0
 
-    def assign(self, ids: list[int]) -> tuple[str, int]:
-        for block in reversed(ids[1:]):
-            found = self._tips.pop(block, None)
-            if found is not None:
-                session, turn = found[0], found[1] + 1
-                break
-        else:
-            session, turn = f"s{self._count}", 1
-            self._count += 1
-        if len(ids) > 1:
-            self._tips[ids[-1]] = (session, turn)
-        return session, turn
+def _ours(row: Row) -> Request:
+    block_size = row.integer("block_size", 1)
+    length = row.integer("input_length", 0)
+    ids = row.chained("hash_ids", row.ids("hash_ids"))
+    row.full_blocks("hash_ids", len(ids), block_size, length)
+    return Request(
+        ts=row.seconds("ts"),
+        session=row.text("session"),
+        turn=row.integer("turn", 1),
+        input_length=length,
+        output_length=row.integer("output_length", 0),
+        block_size=block_size,
+        hash_ids=ids,
+        category=row.optional_text("category") or "",
+        think=row.optional_seconds("think"),
+        service=row.optional_seconds("service"),
+        stop=row.optional_text("stop") or None,
+        model=row.optional_text("model"),
+        parent=row.optional_text("parent"),
+    )
 
 
 def to_json(request: Request) -> str:

@@ -1,12 +1,16 @@
 """Request traces: one request per line, read as a stream, and what is in them.
 
-Two line formats are understood, told apart line by line:
+Four line formats are understood, told apart line by line (docs/simulator.md has the fields):
 
 - ours: ``ts`` (s), ``session``, ``turn`` (1-based), ``input_length``, ``output_length``
   (tokens), ``block_size`` (tokens), ``hash_ids``, ``category`` and optionally ``think``,
   ``service`` (s), ``stop``, ``model``, ``parent``;
 - Mooncake FAST25: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``, with
-  512-token blocks and no sessions; those are reconstructed by prefix extension.
+  512-token blocks and no sessions; those are reconstructed by prefix extension;
+- Qwen-Bailian: ``chat_id``, ``parent_chat_id``, ``timestamp`` (s), ``input_length``,
+  ``output_length``, ``type``, ``turn``, ``hash_ids``, with 16-token blocks;
+- LMCache's lookup-hash log: ``timestamp`` (s), ``model_name``, ``chunk_size``, ``seq_len``,
+  ``chunk_hashes``, with sessions as for Mooncake.
 
 ``hash_ids`` name the full blocks of the input. They are prefix-chained: equal ids mean equal
 content after an equal prefix. Files may be plain, ``.gz`` or (with `zstandard`) ``.zst``.
@@ -28,7 +32,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from tieredkv.sim.formats import MooncakeEncoder, Parser, TraceFormat, to_json
+from tieredkv.sim.formats import MooncakeEncoder, Parser, TraceFormat, WrittenFormat, to_json
 from tieredkv.sim.request import Request, TraceError
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "TraceError",
     "TraceFormat",
     "TraceStats",
+    "WrittenFormat",
     "read_trace",
     "stats",
     "to_json",
@@ -60,7 +65,8 @@ class _Source:
 def read_trace(
     path: Path | str, on_bytes: Callable[[int], None] | None = None
 ) -> Iterator[Request]:
-    """Yield the requests of a file; memory is bounded by one line (Mooncake: by the sessions).
+    """Yield the requests of a file; memory is bounded by one line (formats of others: by
+    the sessions, Qwen-Bailian by the chats).
 
     `on_bytes` is told, now and then, how many bytes of the file have been consumed. Raises
     TraceError for the first line that is not a request, goes back in time, or changes the
@@ -85,7 +91,7 @@ def read_trace(
 
 
 def trace_format(path: Path | str) -> TraceFormat:
-    """The format of the first line; TraceError if it has none of the two."""
+    """The format of the first line; TraceError if it has none of the four."""
     path = Path(path)
     parse = Parser(str(path))
     with _open(path) as source:
@@ -154,7 +160,7 @@ def _zstandard(path: Path) -> Any:
 
 
 def write_trace(
-    path: Path | str, requests: Iterable[Request], format: TraceFormat = "tieredkv"
+    path: Path | str, requests: Iterable[Request], format: WrittenFormat = "tieredkv"
 ) -> int:
     """Write requests, compressed by the name's suffix (.gz, .zst); the number written.
 

@@ -153,6 +153,7 @@ class PolicySuite:
 
         for run in range(runs):
             policy.record(access(Kind.INSERT, run, rng.random()))
+        policy.victims(self.block_bytes, 2.0, no_pins)  # what it may have put off until now
         hits = [access(Kind.HIT, run, 2.0) for run in rng.sample(range(runs // 2), events // 2)]
         counter = _LineCounter()
         with counter:
