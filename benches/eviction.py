@@ -5,10 +5,10 @@
                                [--markdown docs/policies.md]
 
 Parts: `table` (one tier, by policy and capacity, without and with finish hints), `tiers` (three
-tiers), `wrong` (`delay` with reversed, permuted and swapped statistics), `cost` (time inside
-`delay`), `speed` (of the simulator). All of it on all traces takes hours; `all` runs the quick
-form. Bars are those of `delay` in eviction_rows; without `--json` tables take the place of
-figures that have none.
+tiers), `inputs` (`delay` without some of what it is told), `wrong` (`delay` with reversed,
+permuted and swapped statistics), `cost` (time inside `delay`), `speed` (of the simulator). All of
+it on all traces takes hours; `all` runs the quick form. Bars are those of `delay` in
+eviction_rows; without `--json` tables take the place of figures that have none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benches import eviction_cost as costs
+from benches import eviction_inputs as inputs
 from benches import eviction_rows as rows
 from benches import eviction_tables as tables
 from benches.common import Result
@@ -32,7 +33,7 @@ __all__ = ["Size", "parse", "run"]
 def run(size: Size = QUICK) -> Iterator[Result]:
     with sources(size) as found:
         for source in found:
-            for part in (_table, _three_tiers):
+            for part in (_table, _three_tiers, _inputs):
                 yield from _shown(size, *part(source, size))
         for timed in _timed(found, size):
             yield from _shown(size, *timed)
@@ -91,6 +92,13 @@ def _three_tiers(source: Source, size: Size) -> Part:
     replays = _run(spec, size.jobs, f"{source.name}, three tiers")
     table = tables.three_tiers(source.name, source.note, replays)
     return list(rows.three_tiers(source.name, replays, source.whole)), [table]
+
+
+def _inputs(source: Source, size: Size) -> Part:
+    if "inputs" not in size.parts:
+        return [], []
+    lines, table = inputs.measure(source, size)
+    return lines, [table]
 
 
 def _timed(found: Sequence[Source], size: Size) -> Iterator[Part]:

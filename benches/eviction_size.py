@@ -23,7 +23,7 @@ from tieredkv.sim.trace import write_trace
 SHARED = Path(__file__).parents[2] / "shared" / "traces"
 """Third-party traces, beside the checkout where there are any."""
 FILES = ("claude_code_tune", "mooncake_conversation", "lmcache_agents")
-PARTS = ("table", "tiers", "wrong", "cost", "speed")
+PARTS = ("table", "tiers", "inputs", "wrong", "cost", "speed")
 THREE = ["hbm=0.3live", "dram=0.3live", "nvme=1live"]
 
 

@@ -18,17 +18,22 @@ LOST = 3600.0
 """Seconds after which a turn that has not ended counts as a wait: its client may be gone."""
 COARSE = 1 / 16
 """A leaf is valued anew at most this often, as a share of the age of its youngest session."""
+LEAST = 1e-3
+"""And not before so many seconds, however equal times and edges of bins are."""
 
 
 @dataclass(slots=True)
 class _Leaf:
-    recent: tuple[bool, float, int]
-    nbytes: int
-    last: float
-    ended: bool
-    sessions: tuple[SessionState, ...]
+    nbytes: int = 0
+    last: float = 0.0
+    ended: bool = False
+    sessions: tuple[SessionState, ...] = ()
     place: tuple[float, float, int] | None = None
+    """In the order by value, as far as it is up to date."""
+    recent: tuple[bool, float, int] | None = None
+    """The same by recency."""
     due: float | None = None
+    """When to value it again."""
 
 
 class DelayPolicy:
@@ -51,9 +56,9 @@ class DelayPolicy:
         self._leaves: dict[int, _Leaf] = {}
         self._order: SortedList[tuple[float, float, int]] = SortedList()
         self._recent: SortedList[tuple[bool, float, int]] = SortedList()
-        self._stale: dict[int, None] = {}
+        self._unvalued: dict[int, None] = {}
+        self._unsorted: dict[int, None] = {}
         self._timers: list[tuple[float, int]] = []
-        self.scored = 0
 
     def use(self, model: DelayModel, trusted: Callable[[], bool] | None = None) -> None:
         """Take the values from this model, which somebody else feeds, while `trusted`."""
@@ -61,28 +66,31 @@ class DelayPolicy:
 
     def record(self, access: Access) -> None:
         run, leaf = access.run, self._leaves.get(access.run)
-        if leaf is not None and access.kind is Kind.RESIZE:
+        if leaf is None:
+            leaf = self._leaves[run] = _Leaf()
+        elif access.kind is Kind.RESIZE:
             leaf.nbytes = access.nbytes
             return
-        if leaf is not None:
-            self._remove(leaf)
-        ended = access.kind is Kind.END
-        recent = (not ended, access.last, run)
-        self._leaves[run] = _Leaf(recent, access.nbytes, access.last, ended, tuple(access.sessions))
-        self._recent.add(recent)
-        self._stale[run] = None
+        leaf.nbytes, leaf.last = access.nbytes, access.last
+        leaf.ended, leaf.sessions = access.kind is Kind.END, tuple(access.sessions)
+        self._unvalued[run] = self._unsorted[run] = None
 
     def forget(self, run: int, evicted: bool) -> None:
         leaf = self._leaves.pop(run, None)
         if leaf is not None:
-            self._remove(leaf)
-            self._stale.pop(run, None)
+            if leaf.place is not None:
+                self._order.remove(leaf.place)
+            if leaf.recent is not None:
+                self._recent.remove(leaf.recent)
+            self._unvalued.pop(run, None)
+            self._unsorted.pop(run, None)
 
     def victims(self, nbytes: int, now: float, pinned: Callable[[int], int]) -> list[Victim]:
         if self.trusted():
             self._value(now)
             order: Iterable[tuple[float, float, int] | tuple[bool, float, int]] = self._order
         else:
+            self._sort()
             order = self._recent
         chosen: list[Victim] = []
         for _, _, run in order:
@@ -95,22 +103,15 @@ class DelayPolicy:
                 nbytes -= take
         return chosen
 
-    def _remove(self, leaf: _Leaf) -> None:
-        if leaf.place is not None:
-            self._order.remove(leaf.place)
-        self._recent.remove(leaf.recent)
-
     def _value(self, now: float) -> None:
-        """Bring the order up to date."""
-        timers, due = self._timers, self._stale
+        """Bring the order by value up to date."""
+        timers, due = self._timers, self._unvalued
         while timers and timers[0][0] <= now:
             time, run = heapq.heappop(timers)
             if run in self._leaves and self._leaves[run].due == time:
                 due[run] = None
         for run in due:
-            leaf = self._leaves.get(run)
-            if leaf is None:
-                continue
+            leaf = self._leaves[run]
             value, leaf.due = self._score(leaf, now)
             place = (value, leaf.last, run)
             if place != leaf.place:
@@ -122,26 +123,39 @@ class DelayPolicy:
                 heapq.heappush(timers, (leaf.due, run))
         due.clear()
 
+    def _sort(self) -> None:
+        """Bring the order by recency up to date."""
+        for run in self._unsorted:
+            leaf = self._leaves[run]
+            recent = (not leaf.ended, leaf.last, run)
+            if recent != leaf.recent:
+                if leaf.recent is not None:
+                    self._recent.remove(leaf.recent)
+                self._recent.add(recent)
+                leaf.recent = recent
+        self._unsorted.clear()
+
     def _score(self, leaf: _Leaf, now: float) -> tuple[float, float | None]:
         """(value now, when to look again)."""
-        self.scored += 1
         if leaf.ended:
             return ENDED, None
-        total, next_bin, youngest = 0.0, float("inf"), float("inf")
+        if not leaf.sessions:
+            return 0.0, None
+        total, again, youngest, table = 0.0, _NEVER, _NEVER, self.model.table
         for session in leaf.sessions:
-            weight = 2.0**session.priority if session.priority else 1.0
             age = now - session.since
             if (session.running or session.queued) and age < LOST:
-                total += BUSY * weight
-                next_bin, youngest = min(next_bin, session.since + LOST), 0.0
-                continue
-            here = bin_of(age)
-            total += weight * self.model.table(session).index[here]
-            next_bin = min(next_bin, session.since + _UPPER[here])
-            youngest = min(youngest, age)
-        if next_bin == float("inf"):
-            return total, None
-        return total, max(next_bin, now + COARSE * youngest, now + 1e-3)
+                value, change, age = BUSY, session.since + LOST, 0.0
+            else:
+                here = bin_of(age)
+                value, change = table(session).index[here], session.since + _UPPER[here]
+            total += value * 2.0**session.priority if session.priority else value
+            if change < again:
+                again = change
+            if age < youngest:
+                youngest = age
+        return total, max(again, now + COARSE * youngest, now + LEAST)
 
 
 _UPPER = UPPER.tolist()
+_NEVER = float("inf")
