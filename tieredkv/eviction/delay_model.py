@@ -11,7 +11,8 @@ where the widest class shrinks to its own previous bin, and bin 0 to a value tha
 hazard fall like 1/age: with nothing observed the order of sessions is LRU. Sessions that still
 wait count as exposure, so that a class whose sessions never come back needs no model of its
 own. m is a product of factors, each (O + k) / (E + k) for one value of one feature in one
-phase of the wait, with E the events that the rest of the model expected there.
+phase of the wait, with E the events that the rest of the model expected there; since features
+overlap, only the power `DAMP` of each factor counts.
 
 A session of class g and factor m has h_b = 1 - exp(-m L_g[b]). Its *index* at age b is the best
 rate of hits per second that keeping it for some time from now on can give,
@@ -65,6 +66,8 @@ LARGEST = 4.0
 """Largest exponent of a session's factor, either way."""
 CLASSES = 512
 """Classes kept; when there are so many, further ones count as the wider class."""
+TABLES = 256
+"""Tables kept per class between two refreshes: 5 KB each."""
 
 
 def bin_of(age: float) -> int:
@@ -75,8 +78,6 @@ def bin_of(age: float) -> int:
 
 
 PHASE_OF = np.array([sum(edge <= upper for edge in PHASES) for upper in UPPER - WIDTH / 2])
-_PHASE_BINS = [phase == PHASE_OF for phase in range(len(PHASES) + 1)]
-_LEVELS = int(2 * LARGEST / STEP) + 1
 _NEUTRAL = (0,) * (len(PHASES) + 1)
 
 
@@ -127,7 +128,7 @@ class DelayModel:
         """Events since the classes were last brought up to date."""
         self._mass = 0.0
         self._time: float | None = None
-        self._refresh(_root_only=True)
+        self._hazards()
 
     # -- what happens ---------------------------------------------------------------------
 
@@ -176,6 +177,8 @@ class DelayModel:
         scale = session.scale or _NEUTRAL
         table = cls.tables.get(scale)
         if table is None:
+            if len(cls.tables) >= TABLES:
+                cls.tables.clear()
             table = cls.tables[scale] = _table(cls.hazard, scale)
         return table
 
@@ -302,7 +305,8 @@ class DelayModel:
                     pair[1] *= keep
         self._time = now
 
-    def _refresh(self, _root_only: bool = False) -> None:
+    def _refresh(self) -> None:
+        """Add up what was observed since the last time."""
         for cls in self._classes.values():
             cls.exposure += np.cumsum(cls.edges[:-1])
             cls.edges[:] = 0.0
