@@ -160,6 +160,8 @@ def test_a_fork_is_expected_where_its_parent_is_and_stays_there() -> None:
     world.tick(lambda planner, now: planner.fork("a", "f", now))
     (eyes,) = world.eyes
     assert eyes.seen(A[:3]) == {"a", "f"}
+    (fork,) = (state for state in eyes.leaves[A[2]].sessions if state.id == "f")
+    assert (fork.since, fork.parent, fork.running, fork.blocks) == (world.now, "a", False, 3)
     world.tick(lambda planner, now: planner.end_session("a", now))
     assert (eyes.seen(A[:3]), eyes.leaves[A[2]].kind is Kind.END) == ({"f"}, False)
     world.tick(lambda planner, now: planner.fork("nobody", "g", now))

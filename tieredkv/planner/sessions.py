@@ -161,7 +161,7 @@ class Sessions:
         if parent is None or new in self._by_id:
             return
         state = self._enter(new)
-        state.parent, state.blocks = session, parent.blocks
+        state.parent, state.blocks, state.since = session, parent.blocks, now
         for cache in self._caches():
             cache.visitors.place(state, cache.visitors.stand(parent))
 
@@ -178,7 +178,8 @@ class Sessions:
         state = self._by_id[session] = SessionState(session)
         self._over.pop(session, None)
         if len(self._by_id) > SESSIONS:
-            self._leave(next(iter(self._by_id.values())), state.since)
+            oldest = next(iter(self._by_id.values()))
+            self._leave(oldest, oldest.since)  # its wait so far has been counted
         return state
 
     def _leave(self, state: SessionState, now: float) -> None:
