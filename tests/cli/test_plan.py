@@ -138,7 +138,6 @@ def test_matplotlib_is_only_needed_for_plots(
     [
         (TIERS + MODEL, "no target: pass --target-hit"),
         (("--target-hit", "0.9", *MODEL), "no --price"),
-        (("--target-hit", "0.9", *TIERS), "size of a token is unknown"),
         (("--target-hit", "0.9", "--price", "dram", *MODEL), "--price dram: write NAME=VALUE"),
         (("--target-hit", "0.9", "--price", "dram=x", *MODEL), "'x' is no number"),
         (("--target-hit", "0.9", "--price", "dran=1", *MODEL), "no tier 'dran'.*'dram'"),

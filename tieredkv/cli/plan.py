@@ -17,7 +17,7 @@ from rich.table import Table
 from tieredkv.cli.progress import progress, table_console
 from tieredkv.config_file import read_document
 from tieredkv.errors import UsageError
-from tieredkv.sim.cost import CostModel
+from tieredkv.sim.cost import DEFAULT_MODEL, CostModel
 from tieredkv.sim.curve import Curve, miss_ratio_curve
 from tieredkv.sim.generate import stream
 from tieredkv.sim.request import Request
@@ -76,7 +76,7 @@ def plan(
         float | None, typer.Option(help="Share of the input tokens to be hit, e.g. 0.92.")
     ] = None,
     target_ttft: Annotated[
-        float | None, typer.Option(help="Mean seconds to the first token; needs --model.")
+        float | None, typer.Option(help="Mean seconds to the first token; needs a model.")
     ] = None,
     price: Annotated[
         list[str] | None,
@@ -86,13 +86,13 @@ def plan(
         list[str] | None, typer.Option(help="TIER=SIZE, the most it may have. Repeat.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Preset: bytes per token and prefill work.")
+        str | None, typer.Option(help=f"Preset; {DEFAULT_MODEL} unless --bytes-per-token is given.")
     ] = None,
     bytes_per_token: Annotated[
         int | None, typer.Option(min=1, help="Of KV cache; instead of the model's.")
     ] = None,
     gpu: Annotated[str, typer.Option(help="Preset of the GPU.")] = "h100",
-    tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that share one replica.")] = 4,
     cost_file: Annotated[
         Path | None, typer.Option(help="YAML that replaces constants of the cost model.")
     ] = None,
@@ -111,6 +111,7 @@ def plan(
     prices = _prices(price or [])
     limits = _limits(limit or [])
     overrides = read_document(cost_file) if cost_file else None
+    model = model or (DEFAULT_MODEL if bytes_per_token is None else None)
     cost = CostModel.load(model, gpu, tp, bytes_per_token, overrides)
     if target_hit is None and target_ttft is None:
         raise UsageError("no target: pass --target-hit SHARE, --target-ttft SECONDS, or both")

@@ -11,6 +11,7 @@ import typer
 from tieredkv.cli.progress import progress, table_console
 from tieredkv.errors import UsageError
 from tieredkv.sim import plots, report
+from tieredkv.sim.cost import DEFAULT_MODEL
 from tieredkv.sim.delays import Delays, measure
 from tieredkv.sim.generate import PRESETS
 from tieredkv.sim.html import constants_in_force, render
@@ -25,7 +26,6 @@ from tieredkv.sim.spec import (
     parse_words,
 )
 
-DEFAULT_MODEL = "llama-3.1-70b"
 DEFAULT_SETTINGS = ["dram=5%", "dram=10%", "dram=20%"]
 
 Traces = Annotated[

@@ -33,6 +33,10 @@ GIGA = 1e9
 Mean = TypeVar("Mean", float, npt.NDArray[np.float64])
 
 
+DEFAULT_MODEL = "llama-3.1-70b"
+"""Of the commands, where neither a model nor the size of a token is named; on 4 GPUs."""
+
+
 class ModelShape(Model):
     """One entry of `models`; the fields are explained in cost.yaml."""
 
