@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tieredkv.eviction.base import Access, EvictionPolicy, Kind, SessionState, Victim
-from tieredkv.eviction.delay import DelayPolicy
+from tieredkv.eviction.delay import BUSY, DelayPolicy
 from tieredkv.eviction.delay_model import DelayModel, bin_of
 from tieredkv.eviction.lru import LruPolicy
 from tieredkv.testing.policy_suite import PolicySuite
@@ -192,3 +192,22 @@ def test_a_value_exists_at_every_age(age: float) -> None:
     policy.record(access(Kind.INSERT, 1, 0.0, wait(model, 0.0, "x")))
     assert order(policy, age) == [1]
     assert order(policy, age) == [1]
+
+
+def test_values_stay_sound_where_nearly_nobody_waits_so_long() -> None:
+    model, now = DelayModel(half_life=1e9), 0.0
+    now = teach(model, "x", 0.45, 3000, now)
+    table = model.table(wait(model, now, "x"))
+    assert all(0.0 < value < BUSY for value in table.index)
+    assert all(0.0 <= chance <= 1.0 for chance in table.returns)
+    assert table.index[bin_of(0.2)] > 10 * table.index[bin_of(30.0)]
+
+
+def test_timers_do_not_pile_up() -> None:
+    policy = DelayPolicy(1 << 20, BLOCK)
+    state = SessionState("s", turns=1, running=True)
+    for turn in range(2000):
+        state.since = float(turn)
+        policy.record(access(Kind.SESSION, 1, float(turn), state))
+        order(policy, float(turn))
+    assert len(policy._timers) < 100

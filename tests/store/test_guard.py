@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tieredkv.config import Config
-from tieredkv.eviction.base import SessionState
+from tieredkv.eviction.base import LOST, SessionState
 from tieredkv.eviction.delay import DelayPolicy
 from tieredkv.eviction.delay_model import BINS, DelayModel, Table
 from tieredkv.eviction.lru import LruPolicy
@@ -104,3 +104,29 @@ def test_a_request_under_way_keeps_its_blocks_in_the_shadows() -> None:
 def test_tables_have_a_value_for_every_bin() -> None:
     table = DelayModel().table(SessionState("s"))
     assert len(table.index) == len(table.returns) == BINS
+
+
+def test_what_is_no_chain_for_a_shadow_leaves_it_sound() -> None:
+    """It remembers blocks that the real cache has forgotten, under other parents."""
+    guard = Guard(LruPolicy(9, 1), DelayPolicy(9, 1), 9, 1)
+    a, b, x, y = (bytes([number]) * 32 for number in range(4))
+    for at, keys in enumerate(([a, b], [b, x], [x, y, b], [a, y], [b])):
+        guard.stored(keys, SessionState(str(at), turns=1), float(at))
+    assert [problem for cache in guard.caches for problem in cache.tree.check()] == []
+    assert guard.caches[0].tree.blocks == 3
+
+
+def test_sessions_that_never_end_give_their_blocks_back() -> None:
+    guard = Guard(LruPolicy(8, 1), DelayPolicy(8, 1), 8, 1)
+
+    def store(number: int, now: float) -> list[bool]:
+        key = number.to_bytes(32, "big")
+        guard.stored([key], SessionState(str(number), turns=1, running=True), now)
+        return [cache.tree.find(key) is not None for cache in guard.caches]
+
+    for number in range(8):
+        assert store(number, float(number)) == [True, True]
+    assert store(8, 9.0) == [False, False]
+    for number in range(9, 500):
+        assert store(number, 2 * LOST * number) == [True, True]
+        assert max(len(cache.pins) for cache in guard.caches) <= 2

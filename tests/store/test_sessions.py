@@ -235,3 +235,24 @@ def test_the_end_of_a_response_counts_as_a_use() -> None:
     world.tick(lambda planner, now: planner.turn_ended("a", now))  # 40
     world.put(chain([2, 2]), "c")
     assert [world.planner.match(keys).blocks for keys in (A[:2], B[:2])] == [2, 0]
+
+
+def test_strangers_who_share_a_prefix_are_no_next_turns() -> None:
+    """Once a session's own blocks have gone it stands on what it shared."""
+    world = World(4)
+    for number in range(6):
+        world.put([*A[:2], *chain([0, 0, 100 + number, number])[2:]])
+    (leaf,) = world.eyes[0].leaves.values()
+    states = [state for state in leaf.sessions if state.category is None]
+    assert [state.turns for state in states] == [1]
+    assert len(world.planner.sessions) == 7, "six, and those who may yet begin like them"
+
+
+def test_a_chain_that_is_only_read_is_young_after_each_read() -> None:
+    world = World(20)
+    world.put(A[:3])
+    for _ in range(5):
+        world.get(A[:3])
+        (state,) = world.eyes[0].leaves[A[2]].sessions
+        assert (state.since, state.running) == (world.now, True)
+    assert state.turns == 6

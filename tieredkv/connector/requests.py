@@ -22,6 +22,8 @@ class Tracked:
     turn: Turn
     begun: bool = False
     """The planner knows that its turn is being served."""
+    finishes: bool = False
+    """Its session is over when it has ended: another request has said so."""
     keys: list[bytes] = field(default_factory=list)
     """Chunk keys: the engine's chained hash of the last block of each."""
     blocks: list[int] = field(default_factory=list)

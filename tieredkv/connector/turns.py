@@ -33,15 +33,20 @@ def ended(
 ) -> None:
     """The request has been served and its last chunk is stored; `live` have not ended."""
     session, params = tracked.turn.session, params_of(tracked.request)
-    if session is None or any(other.turn.session == session for other in live):
-        return  # if its next turn is here, it does not wait
+    if session is None:
+        return
+    others = [other for other in live if other.turn.session == session]
     with shipping.lock:
         planner, now = shipping.planner, shipping.clock()
-        planner.turn_ended(session, now, **ending(tracked.request, config))
+        if not others:  # if its next turn is here, it does not wait
+            planner.turn_ended(session, now, **ending(tracked.request, config))
         if params.get("abandon") is True:
             planner.abandon(tracked.keys, now)
-        if params.get("finish"):
-            planner.end_session(session, now)
+        if params.get("finish") or tracked.finishes:
+            if others:
+                others[-1].finishes = True  # the last of them says it
+            else:
+                planner.end_session(session, now)
 
 
 def _session(shipping: Shipping, tracked: Tracked) -> str:

@@ -33,9 +33,10 @@ class DelayAdmission:
     def admit(self, run: Access, now: float) -> bool:
         nobody = 1.0
         for session in run.sessions:
-            if session.queued and not session.running:
+            busy = session.busy(now)
+            if busy and not session.running:
                 return True
-            age = 0.0 if session.running else min(now - session.since, OLDEST)
+            age = 0.0 if busy else min(now - session.since, OLDEST)
             nobody *= 1.0 - self.model.table(session).returns[bin_of(age)]
             if nobody <= 1.0 - THRESHOLD:
                 return True

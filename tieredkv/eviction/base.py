@@ -37,6 +37,10 @@ class Kind(StrEnum):
     """A session came to it, left it, or changed its state; `last` may be later than it was."""
 
 
+LOST = 3600.0
+"""Seconds after which a turn that was announced and has not ended is not waited for."""
+
+
 @dataclass(slots=True, eq=False)
 class SessionState:
     """What the planner knows of one session, kept while its blocks come and go.
@@ -52,7 +56,7 @@ class SessionState:
     queued: bool = False
     """Its next turn waits in the engine's queue: it is certain to come."""
     since: float = 0.0
-    """When the last turn ended, or while running: began."""
+    """When the last turn ended; while running: began; while queued: was announced."""
     delay: float | None = None
     """Seconds between the end of a turn and the begin of the next, the last time."""
     blocks: int = 0
@@ -70,6 +74,11 @@ class SessionState:
     scale: tuple[int, ...] = ()
     features: tuple[tuple[str, int], ...] = ()
     counted: int = 0
+
+    def busy(self, now: float) -> bool:
+        """Its turn is certain: it is being served, or waits in the queue, and not for so long
+        that its client must be gone."""
+        return (self.running or self.queued) and now - self.since < LOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 
 from sortedcontainers import SortedList
 
-from tieredkv.eviction.base import Access, Kind, SessionState, Victim
+from tieredkv.eviction.base import LOST, Access, Kind, SessionState, Victim
 from tieredkv.eviction.delay_model import UPPER, DelayModel, bin_of
 
 ENDED = -1.0
 BUSY = 1e6
 """Value of a session whose turn is being served or queued, in hits per second."""
-LOST = 3600.0
-"""Seconds after which a turn that has not ended counts as a wait: its client may be gone."""
 COARSE = 1 / 16
 """A leaf is valued anew at most this often, as a share of the age of its youngest session."""
 LEAST = 1e-3
@@ -122,6 +120,10 @@ class DelayPolicy:
             if leaf.due is not None:
                 heapq.heappush(timers, (leaf.due, run))
         due.clear()
+        if len(timers) > 2 * len(self._leaves) + 64:  # most are of leaves that were valued anew
+            leaves = self._leaves.items()
+            self._timers = [(leaf.due, run) for run, leaf in leaves if leaf.due is not None]
+            heapq.heapify(self._timers)
 
     def _sort(self) -> None:
         """Bring the order by recency up to date."""
@@ -144,7 +146,7 @@ class DelayPolicy:
         total, again, youngest, table = 0.0, _NEVER, _NEVER, self.model.table
         for session in leaf.sessions:
             age = now - session.since
-            if (session.running or session.queued) and age < LOST:
+            if session.busy(now):
                 value, change, age = BUSY, session.since + LOST, 0.0
             else:
                 here = bin_of(age)

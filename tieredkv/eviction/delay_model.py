@@ -66,6 +66,8 @@ LARGEST = 4.0
 """Largest exponent of a session's factor, either way."""
 CLASSES = 512
 """Classes kept; when there are so many, further ones count as the wider class."""
+RARE = 1e-6
+"""Share of a class that still waits, below which sums over its waits are not exact enough."""
 TABLES = 256
 """Tables kept per class between two refreshes: 5 KB each."""
 
@@ -341,8 +343,9 @@ def _table(hazard: Floats, scale: tuple[int, ...]) -> Table:
     held = np.concatenate(([0.0], np.cumsum(alive[:-1] * (1.0 - h / 2) * WIDTH)))
     gain = hits[None, 1:] - hits[:-1, None]
     time = held[None, 1:] - held[:-1, None]
-    index = (gain / (time + _EARLIER)).max(axis=1)
-    returns = 1.0 - alive[-1] / np.maximum(alive[:-1], 1e-300)
+    # Where nearly nobody is left the differences are rounding: the hazard itself has to do.
+    index = np.where(alive[:-1] > RARE, (gain / (time + _EARLIER)).max(axis=1), h / WIDTH)
+    returns = 1.0 - np.cumprod((1.0 - h)[::-1])[::-1]
     return Table(index.tolist(), returns.tolist())
 
 

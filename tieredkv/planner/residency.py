@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Sequence
+from itertools import islice
 
 from tieredkv.events import EventKind, EventLog
 from tieredkv.eviction.base import Access, Kind, SessionState
@@ -350,13 +351,13 @@ class Residency:
         """Sessions whose chain goes through the run, as far as a short search finds them."""
         found: list[SessionState] = []
         queue, left = [run], SEARCH
-        while queue and left:
+        while queue and left > len(found):
             node = queue.pop()
             left -= 1
-            found.extend(self.visitors.standing(node))
-            queue.extend((node.children or {}).values())
+            found.extend(islice(self.visitors.standing(node), SEARCH))
+            queue.extend(islice((node.children or {}).values(), SEARCH))
         return found
 
     def _record(self, run: Run, tier: int, kind: Kind) -> None:
-        access = self.access(run, run.count[tier], kind, self.visitors.seen(run, tier))
+        access = self.access(run, run.count[tier], kind, self.visitors.latest(run, tier))
         self.levels[tier].policy.record(access)

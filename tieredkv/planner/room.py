@@ -155,7 +155,7 @@ class Room:
             return
 
         def keep(run: Run) -> int:
-            used = any(s.running for s in self.res.visitors.seen(run, tier))
+            used = any(s.busy(now) for s in self.res.visitors.latest(run, tier))
             return run.count[tier] if used or not run.visible else self._pinned(run, tier)
 
         for run, _ in self.res.victims(tier, reserve, now, keep):

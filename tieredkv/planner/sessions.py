@@ -8,7 +8,8 @@ that chain is the begin of its next turn, and a put is the end of a turn that no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from tieredkv.eviction.base import DelayStatistics, Kind, SessionState
 from tieredkv.index.prefix_tree import Run
@@ -54,7 +55,7 @@ class Sessions:
 
     def at(self, run: Run) -> str | None:
         """Whose next turn would go on from the end of `run`, if that is one session's."""
-        there = [state for state in self._visitors.standing(run) if state.category != OTHERS]
+        there = list(islice(self._ending(run), 2))
         return there[0].id if len(there) == 1 else None
 
     def began(self, session: str, now: float, *, announced: bool = True) -> SessionState:
@@ -80,12 +81,13 @@ class Sessions:
 
     def used(self, run: Run, blocks: int, now: float) -> None:
         """A request has read the chain up to `run`: whose next turn is it?"""
-        if blocks == run.end:
-            there = self._visitors.standing(run)
-            if len(there) == 1:
-                (state,) = there
-                if not state.announced and state.category != OTHERS:
-                    self.began(state.id, now, announced=False)
+        session = self.at(run) if blocks == run.end else None
+        state = None if session is None else self._by_id.get(session)
+        if state is None or state.announced:
+            return
+        if state.running:  # it was only read the last time
+            self._end(state, state.since, state.finish_reason, state.next_tool, state.output_tokens)
+        self.began(state.id, now, announced=False)
 
     def wrote(
         self, keys: Sequence[bytes], run: Run, base: Run | None, turn: Turn | None, now: float
@@ -96,8 +98,7 @@ class Sessions:
         session = self._continued(run, base) if turn.session is None else turn.session
         state = self.began(session, now, announced=False)
         if state.turns == 1 and base is not None and self._visitors.stand(state) is None:
-            standing = self._visitors.standing(base)
-            before = next((other for other in standing if other.id in self._nameless), None)
+            before = self._before_restart(base)
             if before is None or before is state:
                 self._joined(base, now)
             else:  # its name from before the restart
@@ -130,7 +131,7 @@ class Sessions:
         state = self._by_id.get(session)
         if state is not None and not state.running and not state.queued:
             self._returned(state, now)  # how long it waits in the queue is not its doing
-            state.queued = True
+            state.queued, state.since = True, now
             self._attend(state, now)
 
     def finish(self, session: str, now: float) -> None:
@@ -196,11 +197,20 @@ class Sessions:
         """The session that a put without a name belongs to: the one that wrote what it extends,
         else a new one."""
         for node in (base, run):
-            if node is not None:
-                for state in self._visitors.standing(node):
-                    if state.category != OTHERS:
-                        return state.id
+            for state in () if node is None else self._ending(node):
+                return state.id
         return CHAIN + run.keys[-1].hex()
+
+    def _ending(self, run: Run) -> Iterator[SessionState]:
+        """Sessions whose own chain ends with `run`; others stand there for want of theirs."""
+        for state in self._visitors.standing(run):
+            if state.blocks == run.end and state.category != OTHERS:
+                yield state
+
+    def _before_restart(self, run: Run) -> SessionState | None:
+        """Who stood there under no name when the store was opened."""
+        standing = self._visitors.standing(run) if self._nameless else ()
+        return next((state for state in standing if state.id in self._nameless), None)
 
     def _attend(self, state: SessionState, now: float) -> None:
         for cache in self._caches():

@@ -10,7 +10,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from tieredkv.eviction.base import EvictionPolicy, SessionState
+from tieredkv.errors import UsageError
+from tieredkv.eviction.base import LOST, EvictionPolicy, SessionState
 from tieredkv.planner.level import Level
 from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room
@@ -18,9 +19,8 @@ from tieredkv.types import Turn
 
 SLOTS = 1 << 16
 """Blocks of the largest shadow; of larger tiers it sees a sample of the sessions."""
-HALF_LIFE = 600.0
+HALF_LIFE = 1800.0
 """Seconds after which a hit counts half."""
-FOREVER = float("inf")
 MARGIN = 0.0005
 """Share by which the policy must lead to be followed; LRU is followed once it leads at all."""
 
@@ -36,7 +36,12 @@ class Shadow:
     def store(self, keys: Sequence[bytes], session: SessionState, now: float) -> int:
         """A request of the session uses this chain; the blocks that were there when it came."""
         cache = self.cache
-        known, run = cache.tree.match(keys, visible=True)
+        cache.pins.expire(now)
+        try:
+            known, run = cache.tree.match(keys, visible=True)
+            cache.tree.check_new(keys[known:])
+        except UsageError:
+            return 0  # no chain: what it clashes with has left the real cache already
         if run is not None:
             cache.touch(run, now)
         wanted = len(keys) - known
@@ -54,7 +59,7 @@ class Shadow:
         again = session in self._pins
         self.release(session)
         if run is not None and session.running:
-            self._pins[session] = cache.pins.add(run, run.end, FOREVER)
+            self._pins[session] = cache.pins.add(run, run.end, now + LOST)
         return 0 if again else known
 
     def release(self, session: SessionState) -> None:

@@ -7,13 +7,15 @@ was seen there moves up. A leaf run is worth what all sessions seen at it are wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
+from itertools import islice
 
 from tieredkv.eviction.base import SessionState
 from tieredkv.index.prefix_tree import Run
 
 Places = dict[int, dict[SessionState, None]]
 """Run id -> sessions, in order of their coming."""
+CROWD = 64
 
 
 class Visitors:
@@ -40,6 +42,11 @@ class Visitors:
     def seen(self, run: Run, tier: int) -> Collection[SessionState]:
         return self._here[tier].get(run.id, ())
 
+    def latest(self, run: Run, tier: int) -> tuple[SessionState, ...]:
+        """The `CROWD` sessions that came to the run last: enough to value it."""
+        here = self._here[tier].get(run.id)
+        return () if here is None else tuple(islice(reversed(here), CROWD))
+
     def runs(self, session: SessionState) -> list[tuple[int, Run]]:
         """(tier, run) wherever the session is seen."""
         places = enumerate(seen.get(session) for seen in self._seen)
@@ -56,8 +63,8 @@ class Visitors:
 
     def arrived(self, run: Run, tier: int) -> None:
         """The run has its first blocks in the tier: those who stand on it are seen there."""
-        for session in self.standing(run):
-            self._see(session, tier, run)
+        if run.id in self._standing:
+            self._move(list(self._standing[run.id]), tier, run)
 
     def left(self, run: Run, tier: int) -> None:
         """The run's last blocks have left the tier."""
@@ -67,8 +74,7 @@ class Visitors:
         node = run.parent
         while node is not None and not node.present(tier):
             node = node.parent
-        for session in list(gone):
-            self._see(session, tier, node)
+        self._move(list(gone), tier, node)
 
     def dropped(self, run: Run) -> None:
         """The run is leaving the tree, and has left all tiers before."""
@@ -105,20 +111,26 @@ class Visitors:
             self._stand[session] = run
 
     def _see(self, session: SessionState, tier: int, run: Run | None) -> None:
+        self._move([session], tier, run)
+
+    def _move(self, sessions: Sequence[SessionState], tier: int, run: Run | None) -> None:
+        """These are seen at `run` from now on; each run that changes is named once."""
         seen, here = self._seen[tier], self._here[tier]
-        before = seen.get(session)
-        if before is run:
-            return
-        if before is not None:
-            _remove(here, before.id, session)
-            del seen[session]
-        if run is not None:
-            here.setdefault(run.id, {})[session] = None
-            seen[session] = run
-        if before is not None:
-            self._changed(before, tier)
-        if run is not None:
-            self._changed(run, tier)
+        changed: dict[int, Run] = {}
+        for session in sessions:
+            before = seen.get(session)
+            if before is run:
+                continue
+            if before is not None:
+                _remove(here, before.id, session)
+                del seen[session]
+                changed[before.id] = before
+            if run is not None:
+                here.setdefault(run.id, {})[session] = None
+                seen[session] = run
+                changed[run.id] = run
+        for other in changed.values():
+            self._changed(other, tier)
 
 
 def _remove(places: Places, run_id: int, session: SessionState) -> None:

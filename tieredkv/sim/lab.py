@@ -76,6 +76,24 @@ class _Core(Core):
     """Counts where blocks go."""
 
     flows: dict[tuple[int | None, int | None], int]
+    fresh: list[Move] | None = None
+    """Moves that the one being run has caused; None while none is."""
+
+    def _start(self, moves: Sequence[Move]) -> bool:
+        """One after the other, with what each causes before the next: by a list, since chains
+        of causes are longer than Python's stack."""
+        if self.fresh is not None:
+            self.fresh.extend(moves)
+            return bool(moves)
+        waiting = list(reversed(moves))
+        try:
+            while waiting:
+                self.fresh = []
+                super()._start([waiting.pop()])
+                waiting.extend(reversed(self.fresh))
+        finally:
+            self.fresh = None
+        return bool(moves)
 
     def _await_end(self, seen: int, deadline: float) -> bool:
         """What can end has ended by now; a wait for more would be in vain."""
