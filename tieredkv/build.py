@@ -298,14 +298,9 @@ def _plugin_tier(spec: PluginTierConfig, capacity: int, block_bytes: int) -> Tie
 
 def _admission(config: Config) -> Admission | None:
     nvme = nvme_config(config)
-    if nvme is None:
+    if nvme is None or nvme.admission == "all":
         return None
     name = nvme.admission
-    if name is None:
-        learns = (nvme.eviction or config.eviction).policy == "delay"
-        name = "delay" if learns and nvme.write == "on_evict" else "all"
-    if name == "all":
-        return None
     kind = load_plugin(ADMISSIONS, name, {"delay": DelayAdmission})
     try:
         admission: Admission = kind()

@@ -126,18 +126,17 @@ class NvmeConfig(TierConfig):
     write: Literal["on_evict", "through", "off"] = "on_evict"
     """When blocks of faster tiers are written: when they are about to be evicted (and in
     the background while the disk is idle), with every put, or never."""
-    admission: str | None = None
+    admission: str = "all"
     """Which runs are worth writing: `all`, `delay` (those that somebody will probably come back
-    to), or `module:Class` or entry point (group `tieredkv.admissions`) of an `Admission`.
-    Default: `delay` where that is the tier's policy and `write` is `on_evict`, else `all`."""
+    to), or `module:Class` or entry point (group `tieredkv.admissions`) of an `Admission`."""
     write_budget: Size = ByteSize(0)
     """Bytes of blocks written in any 24 hours, of all ranks together; 0 for no limit. What is
     over budget is not written until it is used again or budget comes."""
 
     @field_validator("admission")
     @classmethod
-    def _known(cls, value: str | None) -> str | None:
-        return None if value is None else _plugin(ADMISSIONS, value, BUILTIN_ADMISSIONS)
+    def _known(cls, value: str) -> str:
+        return _plugin(ADMISSIONS, value, BUILTIN_ADMISSIONS)
 
 
 class PluginTierConfig(TierConfig):

@@ -85,7 +85,8 @@ def test_sessions_that_are_over_cost_no_write() -> None:
     requests = [request(10.0 * n, f"s{n}", range(100 * n, 100 * n + 4)) for n in range(60)]
 
     def written(policy: str, finishes: range) -> int:
-        with opened(policy, 40, nvme=400) as lab:
+        admission = "delay" if policy == "delay" else "all"
+        with opened(policy, 40, nvme=400, admission=admission) as lab:
             replay(lab, requests, finishes)
             return lab.moved.get((0, 1), 0)
 
@@ -96,7 +97,7 @@ def test_sessions_that_are_over_cost_no_write() -> None:
 
 def test_a_flush_writes_what_may_come_back_and_nothing_else() -> None:
     requests = [request(10.0 * n, f"s{n}", range(100 * n, 100 * n + 4)) for n in range(6)]
-    with opened("delay", 40, nvme=400) as lab:
+    with opened("delay", 40, nvme=400, admission="delay") as lab:
         replay(lab, requests, finishes=[0, 1])
         assert lab.moved.get((0, 1), 0) == 0  # memory is not full: there is time
         lab.now += 5.0
@@ -107,11 +108,11 @@ def test_a_flush_writes_what_may_come_back_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("policy", "nvme", "learns", "admits"),
     [
-        ("delay", {}, True, True),
-        ("delay", {"write": "through"}, True, False),
+        ("delay", {}, True, False),
         ("delay", {"admission": "all"}, True, False),
-        ("delay", {"eviction": {"policy": "lru"}}, True, False),
-        ("lru", {"eviction": {"policy": "delay"}}, True, True),
+        ("delay", {"admission": "delay"}, True, True),
+        ("delay", {"eviction": {"policy": "lru"}, "admission": "delay"}, True, True),
+        ("lru", {"eviction": {"policy": "delay"}}, True, False),
         ("lru", {"admission": "delay"}, True, True),
         ("lru", {}, False, False),
     ],

@@ -33,12 +33,15 @@ def request(
 
 
 @contextmanager
-def opened(policy: str, *slots: int, nvme: int = 0, write: str = "on_evict") -> Iterator[Lab]:
+def opened(
+    policy: str, *slots: int, nvme: int = 0, write: str = "on_evict", admission: str = "all"
+) -> Iterator[Lab]:
     """A lab of memory tiers with so many slots, fastest first, above `nvme` slots of disk."""
     names = ["dram"] if len(slots) == 1 else [f"memory-{n}" for n in range(len(slots))]
     tiers: list[dict[str, Any]] = [{"kind": "dram", "name": n, "capacity": SIZE} for n in names]
     if nvme:
-        tiers.append({"kind": "nvme", "path": "/nowhere", "capacity": "1GiB", "write": write})
+        disk = {"kind": "nvme", "path": "/nowhere", "capacity": "1GiB"}
+        tiers.append({**disk, "write": write, "admission": admission})
     config = Config.model_validate(
         {
             "block_tokens": 1, "block_bytes": SIZE, "tiers": tiers, "events": 1 << 20,
