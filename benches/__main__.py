@@ -18,7 +18,7 @@ FRAME = {
     "__main__",
     "common",
     "world",
-    *(f"eviction_{part}" for part in ("cost", "rows", "size", "tables", "wrong")),
+    *(f"eviction_{part}" for part in ("cost", "inputs", "rows", "size", "tables", "wrong")),
     *(f"vllm_{part}" for part in ("arms", "engine", "fleet", "offload", "workload")),
 }
 """Modules that are no benches."""
