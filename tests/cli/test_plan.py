@@ -116,7 +116,6 @@ def test_generated_traces_and_constants_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_plot(trace: str, tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
     out = tmp_path / f"curve{suffix}"
     options = ("--target-hit", "0.8", *TIERS, *MODEL, "--sample", "0.5", "--plot", str(out))
     assert invoke(trace, *options).exit_code == 0

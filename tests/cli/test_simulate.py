@@ -143,7 +143,6 @@ def test_the_table_starts_with_a_sentence(trace: str) -> None:
 
 
 def test_generated_traces_csv_and_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     page, picture = tmp_path / "report.html", tmp_path / "out.png"
     done = simulate(
         "generate:scaling", *SMALL, "--tier", "dram=10%", "--format", "csv", "--html", str(page),

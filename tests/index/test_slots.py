@@ -77,6 +77,7 @@ def test_random_walk(seed: int) -> None:
     for _ in range(400):
         model.step()
         model.compare()
+    assert model.pool.check({slot for slot in model.owned if slot < model.limit}) == []
 
 
 def test_neighbours_stay_neighbours() -> None:

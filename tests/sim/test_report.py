@@ -243,7 +243,6 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_one_file_with_tables_plots_settings_and_constants() -> None:
-    pytest.importorskip("matplotlib")
     trace = "dir/one.jsonl.gz"
     results = [*sweep(), result("a<b>", 0.61)]
     charts = plots.plots(results, {trace: measure(generate("agentic", 20))})
@@ -290,7 +289,6 @@ def test_settings_and_constants_follow_the_options(tmp_path: Path) -> None:
 
 
 def test_the_picture_has_two_charts_in_a_row(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     results = [*sweep(), *(result(r.policy, r.hit_rate, trace="other") for r in sweep()[:5])]
     charts = plots.plots(results, {"other": measure(generate("agentic", 5))})
     assert {trace: len(found) for trace, found in charts.items()} == {
@@ -308,7 +306,6 @@ def test_the_picture_has_two_charts_in_a_row(tmp_path: Path) -> None:
 
 
 def test_curves_have_the_values_of_the_table() -> None:
-    pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
@@ -325,7 +322,6 @@ def test_curves_have_the_values_of_the_table() -> None:
 
 
 def test_curves_of_one_policy_share_a_colour_and_bounds_know_no_hints() -> None:
-    pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
@@ -345,7 +341,6 @@ def test_curves_of_one_policy_share_a_colour_and_bounds_know_no_hints() -> None:
 
 
 def test_one_capacity_is_a_row_per_policy_with_its_figure() -> None:
-    pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     axes = Figure().subplots()
