@@ -10,6 +10,8 @@ from tieredkv.eviction.admission import OLDEST, DelayAdmission
 from tieredkv.eviction.base import Access, Kind, SessionState
 from tieredkv.eviction.delay_model import DelayModel
 from tieredkv.sim.lab import Lab
+from tieredkv.sim.replay import block_keys
+from tieredkv.types import Turn
 
 HOUR = 3600.0
 
@@ -133,3 +135,23 @@ def test_who_is_asked(policy: str, nvme: dict[str, object], learns: bool, admits
         assert admission.model is model
     models = [getattr(level.policy, "model", model) for level in lab.planner.res.levels]
     assert all(one is model for one in models)
+
+
+def test_a_run_that_cannot_be_written_does_not_stay_in_memory_for_ever() -> None:
+    """The disk has given up the head of its chain, so that its own blocks would be no use there."""
+    nvme = {"kind": "nvme", "capacity": 1, "path": "x", "admission": "delay"}
+    document = {"block_tokens": 1, "tiers": [{"kind": "dram", "capacity": 1}, nvme]}
+    lab = Lab(Config.model_validate(document), [8, 8], 512)
+    head, chain = block_keys([1, 2]), block_keys([1, 2, 3, 4])
+    lab.put(head, 0, Turn(session="s"))
+    lab.put(chain, 2, Turn(session="s"))
+    res, room = lab.planner.res, lab.planner.room
+    tail = res.tree.find(chain[-1])
+    assert tail is not None
+    assert tail.parent is not None
+    res.unwanted[tail.parent.id] = lab.now
+    assert room.make(0, 6, lab.now) == 4, "it waits for its write"
+    room.demote(0, 2, lab.now)
+    assert not room.moves
+    assert tail.id in res.declined
+    assert room.make(0, 6, lab.now) == 6

@@ -73,22 +73,19 @@ class Room:
         if tier == self.res.durable == 0:
             blocks = self.budget.available(blocks, now)
 
-        def keep(run: Run) -> int:
+        def free(run: Run) -> int:
             if run in protect:
-                return run.count[tier]
-            free = self._evictable(run, tier, wanted, now, force)
-            return run.count[tier] - self._unheld(run, tier, free)
+                return 0
+            return self._unheld(run, tier, self._evictable(run, tier, wanted, now, force))
 
-        while True:  # policies rank leaves only: when one has gone, its parent may be the next
-            wanted = min(blocks, pool.limit) - pool.free - pool.expected
-            victims = self.res.victims(tier, wanted, now, keep) if wanted > 0 else []
-            if not any(count for _, count in victims):
-                return min(blocks, pool.free)
-            for run, count in victims:
-                last = run.parent is not None and count == run.count[tier]
-                self._evict(run, tier, count, now)
-                if last:
-                    break  # its parent may be the next to go
+        # One run at a time: when it has gone, its parent may be the next.
+        while (wanted := min(blocks, pool.limit) - pool.free - pool.expected) > 0:
+            victims = self.res.victims(tier, 1, now, lambda run: run.count[tier] - free(run))
+            count = free(victims[0][0]) if victims else 0
+            if not count:
+                break
+            self._evict(victims[0][0], tier, count, now)
+        return min(blocks, pool.free)
 
     def stays(self, run: Run, tier: int) -> bool:
         """Is the run complete in another tier, whatever is evicted from this one?"""
@@ -118,7 +115,7 @@ class Room:
             if lower != self.res.durable:
                 self._copy_down(run, tier, count, now, protect)
             elif self._wanted(run, now):
-                self.write_chain(run, now, max(blocks, self.low), protect)
+                self._write_or_decline(run, now, max(blocks, self.low), protect)
 
     def write_back(self, now: float, blocks: int) -> None:
         """Want the oldest blocks that the durable tier lacks written, up to about `blocks`.
@@ -133,12 +130,10 @@ class Room:
             if run_id is None:
                 return
             run = self.res.tree.runs[run_id]
-            admitted = self.admitted(run, now)
-            wrote = self.write_chain(run, now, blocks) if admitted else 0
-            if wrote == 0:
-                self.refused += admitted
+            if self.admitted(run, now):
+                blocks -= self._write_or_decline(run, now, blocks)
+            else:
                 self.decline(run)
-            blocks -= max(0, wrote)
 
     def write_ahead(self, now: float, blocks: int) -> None:
         """Want what leaves memory next written, coldest first, up to about `blocks`.
@@ -162,7 +157,7 @@ class Room:
             if blocks <= 0:
                 return
             if self._wanted(run, now):
-                blocks -= max(0, self.write_chain(run, now, blocks))
+                blocks -= self._write_or_decline(run, now, blocks)
         self._ahead = self.evicted[tier] + reserve // 4
 
     def _oldest(self) -> Iterator[int]:
@@ -195,6 +190,17 @@ class Room:
         self.res.dirty.pop(run.id, None)
         if self.res.lacks(run):
             self.res.declined.add(run.id)
+
+    def _write_or_decline(
+        self, run: Run, now: float, limit: int, protect: Run | None = None
+    ) -> int:
+        """Blocks on their way. A run that is turned down must not wait in memory for a write:
+        nothing could be evicted below it."""
+        wrote = self.write_chain(run, now, limit, protect)
+        if wrote == 0:
+            self.refused += 1
+            self.decline(run)
+        return max(0, wrote)
 
     def write_chain(self, run: Run, now: float, limit: int, protect: Run | None = None) -> int:
         """Want `run` written to the durable tier, its missing ancestors first.
