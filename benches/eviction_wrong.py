@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from tieredkv.eviction.base import SessionState
-from tieredkv.eviction.delay_model import BINS, DelayModel, Table
+from tieredkv.eviction.delay_model import DelayModel
+from tieredkv.eviction.delay_table import BINS, Table
 
 KINDS = ("reversed", "permuted", "swapped")
 """In age; in age at random, each class in its own order; each class has another one's."""

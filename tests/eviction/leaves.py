@@ -8,7 +8,7 @@ from typing import Any
 from tieredkv.config import Config
 from tieredkv.eviction.base import Access, Kind, SessionState
 from tieredkv.sim.lab import Lab
-from tieredkv.sim.replay import block_key
+from tieredkv.sim.replay import block_keys
 from tieredkv.types import Turn
 
 BLOCK = 10
@@ -103,7 +103,7 @@ def lab_hits(
     hits = []
     for now, chain in enumerate(chains):
         lab.now = float(now)
-        keys = [block_key(block) for block in chain]
+        keys = block_keys(chain)
         found = len(lab.lookup(keys))
         if found:
             lab.get(keys[:found])

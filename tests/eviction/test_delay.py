@@ -8,7 +8,8 @@ import pytest
 
 from tieredkv.eviction.base import Access, EvictionPolicy, Kind, SessionState, Victim
 from tieredkv.eviction.delay import BUSY, DelayPolicy
-from tieredkv.eviction.delay_model import DelayModel, bin_of
+from tieredkv.eviction.delay_model import DelayModel
+from tieredkv.eviction.delay_table import bin_of
 from tieredkv.eviction.lru import LruPolicy
 from tieredkv.testing.policy_suite import PolicySuite
 from tieredkv.testing.policy_world import no_pins

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.sim.small import Random, opened, replay, request, traces
 from tieredkv.events import EventKind
 from tieredkv.sim.lab import Lab
-from tieredkv.sim.replay import Replayer, block_key
+from tieredkv.sim.replay import Replayer, block_keys
 from tieredkv.types import Turn
 
 POLICIES = ["lru", "arc", "delay"]
@@ -26,7 +26,7 @@ class Shape:
 
 
 def keys_of(ids: Sequence[int]) -> list[bytes]:
-    return [block_key(block) for block in ids]
+    return block_keys(ids)
 
 
 def sound(lab: Lab) -> None:

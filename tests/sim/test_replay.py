@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.small import opened, replay, request
 from tieredkv.sim.optimum import look_ahead, optimum
-from tieredkv.sim.replay import Replayer, block_key
+from tieredkv.sim.replay import Replayer, block_keys
 from tieredkv.sim.request import Request
 
 # Every letter is a block; s and t are a prompt that A and B share. A.1 is forked from A at
@@ -175,7 +175,7 @@ def test_a_prefix_is_kept_while_any_session_is_expected_there() -> None:
     def left(finishes: Sequence[int]) -> list[int]:
         with opened("lru", 6) as lab:
             replay(lab, turns, finishes)
-            return [lab.lookup([block_key(b) for b in ids]).blocks for ids in ([9], [1, 2])]
+            return [lab.lookup(block_keys(ids)).blocks for ids in ([9], [1, 2])]
 
     assert left([]) == [0, 2]  # -9 -3 -4
     assert left([3]) == [0, 2]  # A is over, F is not: -4 -9 -3
@@ -188,11 +188,11 @@ def test_a_running_request_keeps_its_prefix_to_the_end_of_its_response() -> None
         replayer = Replayer(lab)
         replayer.serve(request(0.0, "A", [1, 2, 3, 4], service=30.0))
         assert replayer.serve(request(10.0, "B", [5, 6])).hit == 0
-        assert lab.lookup([block_key(b) for b in (1, 2, 3, 4)]).blocks == 4
-        assert lab.lookup([block_key(b) for b in (5, 6)]).blocks == 0
+        assert lab.lookup(block_keys((1, 2, 3, 4))).blocks == 4
+        assert lab.lookup(block_keys((5, 6))).blocks == 0
         replayer.serve(request(40.0, "B", [5, 6], 2))
-        assert lab.lookup([block_key(b) for b in (1, 2, 3, 4)]).blocks == 2
-        assert lab.lookup([block_key(b) for b in (5, 6)]).blocks == 2
+        assert lab.lookup(block_keys((1, 2, 3, 4))).blocks == 2
+        assert lab.lookup(block_keys((5, 6))).blocks == 2
 
 
 def test_responses_end_in_the_order_of_their_ends() -> None:
@@ -204,7 +204,7 @@ def test_responses_end_in_the_order_of_their_ends() -> None:
     ]
     with opened("lru", 2) as lab:
         replay(lab, turns)
-        assert [lab.lookup([block_key(b)]).blocks for b in (1, 2, 3)] == [1, 0, 1]
+        assert [lab.lookup(block_keys([b])).blocks for b in (1, 2, 3)] == [1, 0, 1]
 
 
 def test_the_tiers_that_blocks_were_found_in() -> None:
@@ -217,4 +217,4 @@ def test_the_tiers_that_blocks_were_found_in() -> None:
 
 def test_keys_of_blocks_are_distinct() -> None:
     ids = [*range(2000), *((1 << 64) - 1 - n for n in range(2000)), 1 << 63]
-    assert len({block_key(i) for i in ids}) == len(ids)
+    assert len(set(block_keys(ids))) == len(ids)

@@ -10,7 +10,8 @@ import pytest
 from tieredkv.config import Config
 from tieredkv.eviction.base import LOST, SessionState
 from tieredkv.eviction.delay import DelayPolicy
-from tieredkv.eviction.delay_model import BINS, DelayModel, Table
+from tieredkv.eviction.delay_model import DelayModel
+from tieredkv.eviction.delay_table import BINS, Table
 from tieredkv.eviction.lru import LruPolicy
 from tieredkv.planner.shadow import SLOTS, Guard
 from tieredkv.sim.generate import generate

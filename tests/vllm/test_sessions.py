@@ -13,7 +13,7 @@ from tests.vllm import test_async_scheduler
 from tests.vllm.engines import engine, generate, scheduler_connector, tiered
 from tests.vllm.test_async_scheduler import World
 from tieredkv.eviction.base import SessionState
-from tieredkv.eviction.delay_model import bin_of
+from tieredkv.eviction.delay_table import bin_of
 from tieredkv.testing import ManualClock
 
 Worlds = Callable[..., World]

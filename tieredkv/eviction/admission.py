@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tieredkv.eviction.base import Access
-from tieredkv.eviction.delay_model import DelayModel, bin_of
+from tieredkv.eviction.delay_model import DelayModel
+from tieredkv.eviction.delay_table import bin_of
 
 THRESHOLD = 0.2
 """Least probability that any session comes back to a run that is written."""

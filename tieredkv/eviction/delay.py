@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from sortedcontainers import SortedList
 
 from tieredkv.eviction.base import LOST, Access, Kind, SessionState, Victim
-from tieredkv.eviction.delay_model import UPPER, DelayModel, bin_of
+from tieredkv.eviction.delay_model import DelayModel
+from tieredkv.eviction.delay_table import UPPER, bin_of
 
 ENDED = -1.0
 BUSY = 1e6

@@ -14,16 +14,8 @@ own. m is a product of factors, each (O + k) / (E + k) for one value of one feat
 phase of the wait, with E the events that the rest of the model expected there; since features
 overlap, only the power `DAMP` of each factor counts.
 
-A session of class g and factor m has h_b = 1 - exp(-m L_g[b]). Its *index* at age b is the best
-rate of hits per second that keeping it for some time from now on can give,
-
-    G(b) = max_{k > b} (A_k - A_b) / (T_k - T_b),
-    A_k = sum_{j<k} S_j h_j,  T_k = sum_{j<k} S_j (1 - h_j / 2) w_j,  S_{j+1} = S_j (1 - h_j)
-
-with bin widths w: the index of Gittins (Bandit processes and dynamic allocation indices, JRSS B
-41, 1979) for a block that may be dropped at any time. Hit density by age is the idea of LHD
-(Beckmann, Chen, Cidon, NSDI 2018), reuse time by class of workload that of Wang et al., KVCache
-Cache in the Wild (ATC 2025).
+What a session is then worth: `delay_table`. Reuse time by class of workload is the idea of Wang
+et al., KVCache Cache in the Wild (ATC 2025).
 """
 
 from __future__ import annotations
@@ -33,22 +25,26 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
 from math import log2
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
 
 from tieredkv.eviction.base import SessionState
 from tieredkv.eviction.delay_state import State, decode, encode
+from tieredkv.eviction.delay_table import (
+    BINS,
+    FIRST,
+    PHASE_COUNT,
+    PHASE_OF,
+    STEP,
+    UPPER,
+    Floats,
+    Table,
+    bin_of,
+    table_of,
+)
 
-Floats = npt.NDArray[np.float64]
-
-BINS = 80
-FIRST = 0.05
-"""Upper edge of bin 0 in seconds; the last bin begins after 11 hours."""
-UPPER: Floats = FIRST * 2.0 ** (np.arange(BINS) / 4)
-WIDTH: Floats = np.diff(UPPER, prepend=0.0)
-PHASES = (15.0, 120.0)
-"""Seconds where one phase of a wait ends and the next begins."""
 PRIOR = 0.5 * np.log(2) / 4
 """Hazard of one bin before anything was observed."""
 SHRINK = 20.0
@@ -58,29 +54,17 @@ HALF_LIFE = 4 * 3600.0
 FIRST_LOOK, NEXT_LOOK = 4.0, 2.0**0.25
 """Age in seconds at which a wait is first counted, and by what factor its age grows until it is
 counted again."""
-STEP = 0.5
-"""Factors are rounded to powers of two of this exponent."""
+NEWS = 0.03
+"""Share of new turns at which the classes are brought up to date."""
 DAMP = 0.6
 """Power of each factor: features overlap, and their full product would count twice."""
 LARGEST = 4.0
 """Largest exponent of a session's factor, either way."""
 CLASSES = 512
 """Classes kept; when there are so many, further ones count as the wider class."""
-RARE = 1e-6
-"""Share of a class that still waits, below which sums over its waits are not exact enough."""
 TABLES = 256
 """Tables kept per class between two refreshes: 5 KB each."""
-
-
-def bin_of(age: float) -> int:
-    """The bin of an age in seconds."""
-    if age <= FIRST:
-        return 0
-    return min(BINS - 1, 1 + int(4 * log2(age / FIRST)))
-
-
-PHASE_OF = np.array([sum(edge <= upper for edge in PHASES) for upper in UPPER - WIDTH / 2])
-_NEUTRAL = (0,) * (len(PHASES) + 1)
+_NEUTRAL = (0,) * PHASE_COUNT
 
 
 @dataclass(slots=True)
@@ -89,30 +73,70 @@ class _Class:
 
     parent: _Class | None
     events: Floats = field(default_factory=lambda: np.zeros(BINS))
-    edges: Floats = field(default_factory=lambda: np.zeros(BINS + 1))
-    """Exposure not yet added up: differences from bin to bin."""
     exposure: Floats = field(default_factory=lambda: np.zeros(BINS))
+    fresh: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    """Events of this class alone, not yet added up."""
+    edges: list[float] = field(default_factory=lambda: [0.0] * (BINS + 1))
+    """Its exposure not yet added up, as differences from bin to bin."""
     hazard: Floats = field(default_factory=lambda: np.full(BINS, PRIOR))
     summed: list[float] = field(default_factory=list)
     """The hazard summed over the bins before each bin."""
     tables: dict[tuple[int, ...], Table] = field(default_factory=dict)
 
+    def add_up(self) -> None:
+        """Take in what is new, and pass it on to the wider class."""
+        parent = self.parent
+        if parent is not None:
+            parent.fresh = list(map(add, parent.fresh, self.fresh))
+            parent.edges = list(map(add, parent.edges, self.edges))
+        self.events += self.fresh
+        self.exposure += np.cumsum(self.edges[:-1])
+        self.fresh, self.edges = [0.0] * BINS, [0.0] * (BINS + 1)
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """What a session of one class and factor is worth, by bin of its age."""
+    def learn(self) -> None:
+        """The hazard of what was observed, given that of the wider class."""
+        if self.parent is None:
+            before = PRIOR
+            hazard = []
+            for happened, exposed in zip(self.events.tolist(), self.exposure.tolist(), strict=True):
+                before = (happened + SHRINK * before) / (exposed + SHRINK)
+                hazard.append(before)
+            self.hazard = np.array(hazard)
+        else:
+            self.hazard = (self.events + SHRINK * self.parent.hazard) / (self.exposure + SHRINK)
+        self.summed = [0.0, *np.cumsum(self.hazard).tolist()]
+        self.tables.clear()
 
-    index: list[float]
-    """Hits per second that keeping its blocks can give at best."""
-    returns: list[float]
-    """Probability that it comes back at all."""
+
+class _Factor:
+    """What one value of one feature does to the hazard, by phase of the wait."""
+
+    __slots__ = ("events", "expected", "exponent", "power")
+
+    def __init__(self, known: npt.ArrayLike = ((0.0, 0.0),) * PHASE_COUNT) -> None:
+        """`known`: per phase (events, expected events)."""
+        events, expected = np.asarray(known, dtype=np.float64).T.tolist()
+        self.events: list[float] = events
+        self.expected: list[float] = expected
+        self.refresh()
+
+    def refresh(self, keep: float = 1.0) -> None:
+        """Let what was observed fade, and take it into account."""
+        self.events = [keep * events for events in self.events]
+        self.expected = [keep * expected for expected in self.expected]
+        ratios = [
+            min(20.0, max(0.02, (events + SHRINK) / (expected + SHRINK)))
+            for events, expected in zip(self.events, self.expected, strict=True)
+        ]
+        self.exponent = [DAMP * log2(ratio) for ratio in ratios]
+        self.power = [ratio**DAMP for ratio in ratios]
 
 
 class DelayModel:
     """Statistics of one store. Not thread-safe; time is an argument.
 
-    Cost: O(1) per turn, and O(classes) numpy passes over 80 bins when a hundredth of what is
-    known has changed.
+    Cost: O(1) per turn, and O(classes) numpy passes over 80 bins when a `NEWS` share of what is
+    known is new.
     """
 
     def __init__(self, half_life: float = HALF_LIFE) -> None:
@@ -122,15 +146,15 @@ class DelayModel:
         self._of: list[_Class] = [self._root]
         """By `SessionState.group`: 0, all classes together, until a turn has ended."""
         self._ids: dict[Hashable, int] = {(): 0}
-        self._factors: dict[tuple[str, int], list[list[float]]] = {}
-        """(feature, value) -> per phase [events, expected events]."""
+        self._factors: dict[tuple[str, int], _Factor] = {}
+        """By (feature, value)."""
         self._pending: list[tuple[float, int, SessionState, float]] = []
         self._order = count()
         self._fresh = 0.0
         """Events since the classes were last brought up to date."""
         self._mass = 0.0
         self._time: float | None = None
-        self._hazards()
+        self._root.learn()
 
     # -- what happens ---------------------------------------------------------------------
 
@@ -149,18 +173,14 @@ class DelayModel:
             return
         here = bin_of(now - session.since)
         self._survived(session, here)
-        cls: _Class | None = self._of[session.group]
-        phase = int(PHASE_OF[here])
-        half = 0.5 * self._factor(session, phase)
-        while cls is not None:
-            cls.events[here] += 1.0
-            cls.edges[here] += half
-            cls.edges[here + 1] -= half
-            cls = cls.parent
-        hazard = float(self._of[session.group].hazard[here])
-        self._expect(session, phase, 0.5 * hazard)
+        cls, phase = self._of[session.group], PHASE_OF[here]
+        half = 0.5 * _factor(session, phase)
+        cls.fresh[here] += 1.0
+        cls.edges[here] += half
+        cls.edges[here + 1] -= half
+        self._expect(session, phase, half * (cls.summed[here + 1] - cls.summed[here]))
         for feature in session.features:
-            self._factors[feature][phase][0] += 1.0
+            self._factors[feature].events[phase] += 1.0
         session.features = ()
         self._fresh += 1.0
         self._advance(now)
@@ -181,7 +201,7 @@ class DelayModel:
         if table is None:
             if len(cls.tables) >= TABLES:
                 cls.tables.clear()
-            table = cls.tables[scale] = _table(cls.hazard, scale)
+            table = cls.tables[scale] = table_of(cls.hazard, scale)
         return table
 
     # -- what it has learned --------------------------------------------------------------
@@ -190,7 +210,10 @@ class DelayModel:
         """The statistics, without the waits under way; bounded in size."""
         self._refresh()
         classes = {path: (cls.events, cls.exposure) for path, cls in self._classes.items()}
-        factors = {feature: np.array(known) for feature, known in self._factors.items()}
+        factors = {
+            feature: np.array([known.events, known.expected]).T
+            for feature, known in self._factors.items()
+        }
         return encode(State(_SCALE, self._mass + self._fresh, self._time, classes, factors))
 
     def restore(self, data: bytes) -> None:
@@ -201,13 +224,12 @@ class DelayModel:
         """
         state = decode(data, _SCALE)
         for path, (events, exposure) in state.classes.items():
-            cls = self._classes.get(path) or _Class(self._classes[path[:-1]])
+            cls = self._classes.get(path) or self._new(path, self._classes[path[:-1]])
             cls.events, cls.exposure = events, exposure
-            self._classes[path] = cls
         for feature, pairs in state.factors.items():
-            self._factors[feature] = pairs.tolist()
+            self._factors[feature] = _Factor(pairs)
         self._mass, self._time = state.mass, state.time
-        self._hazards()
+        self._refresh()
 
     # -- inside ---------------------------------------------------------------------------
 
@@ -226,33 +248,28 @@ class DelayModel:
                 continue
             cls = self._root
             for one in wider:
-                cls = self._classes.setdefault(one, _Class(cls))
+                cls = self._classes.get(one) or self._new(one, cls)
             number = self._ids[path] = len(self._of)
             self._of.append(cls)
-            self._hazards()
         return number
+
+    def _new(self, path: tuple[Hashable, ...], parent: _Class) -> _Class:
+        cls = self._classes[path] = _Class(parent)
+        cls.learn()
+        return cls
 
     def _scale(self, features: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
         """Exponents of the session's factor, one per phase."""
         exponents = []
-        for phase in range(len(PHASES) + 1):
-            total = 0.0
-            for feature in features:
-                ratio = self._ratio(feature, phase)
-                total += log2(ratio)
-            exponents.append(round(max(-LARGEST, min(LARGEST, DAMP * total)) / STEP))
+        known = [self._factors.get(feature) or self._feature(feature) for feature in features]
+        for phase in range(PHASE_COUNT):
+            total = sum(factor.exponent[phase] for factor in known)
+            exponents.append(round(max(-LARGEST, min(LARGEST, total)) / STEP))
         return tuple(exponents)
 
-    def _ratio(self, feature: tuple[str, int], phase: int) -> float:
-        known = self._factors.get(feature)
-        if known is None:
-            known = self._factors[feature] = [[0.0, 0.0] for _ in range(len(PHASES) + 1)]
-        events, expected = known[phase]
-        return min(20.0, max(0.02, (events + SHRINK) / (expected + SHRINK)))
-
-    @staticmethod
-    def _factor(session: SessionState, phase: int) -> float:
-        return float(2.0 ** (STEP * session.scale[phase]))
+    def _feature(self, feature: tuple[str, int]) -> _Factor:
+        factor = self._factors[feature] = _Factor()
+        return factor
 
     def _survived(self, session: SessionState, upto: int) -> None:
         """The wait has lasted through the bins before `upto`."""
@@ -260,23 +277,20 @@ class DelayModel:
         if upto <= since:
             return
         session.counted = upto
-        leaf = self._of[session.group]
-        for phase in range(int(PHASE_OF[since]), int(PHASE_OF[upto - 1]) + 1):
+        cls = self._of[session.group]
+        edges, summed = cls.edges, cls.summed
+        for phase in range(PHASE_OF[since], PHASE_OF[upto - 1] + 1):
             lo, hi = max(since, _BEGIN[phase]), min(upto, _BEGIN[phase + 1])
-            weight = self._factor(session, phase)
-            cls: _Class | None = leaf
-            while cls is not None:
-                cls.edges[lo] += weight
-                cls.edges[hi] -= weight
-                cls = cls.parent
-            summed = leaf.summed
-            self._expect(session, phase, summed[hi] - summed[lo])
+            weight = _factor(session, phase)
+            edges[lo] += weight
+            edges[hi] -= weight
+            self._expect(session, phase, weight * (summed[hi] - summed[lo]))
 
-    def _expect(self, session: SessionState, phase: int, hazard: float) -> None:
+    def _expect(self, session: SessionState, phase: int, events: float) -> None:
         """Count events that the model expects, for each feature as the others see them."""
-        whole = hazard * self._factor(session, phase)
         for feature in session.features:
-            self._factors[feature][phase][1] += whole / self._ratio(feature, phase) ** DAMP
+            factor = self._factors[feature]
+            factor.expected[phase] += events / factor.power[phase]
 
     def _advance(self, now: float) -> None:
         """Count waits that have grown old, and bring the classes up to date."""
@@ -288,68 +302,39 @@ class DelayModel:
                 age = due - since
                 if age < UPPER[-1]:
                     heapq.heappush(pending, (since + NEXT_LOOK * age, order, session, since))
-        if self._fresh > 2.0 + 0.01 * self._mass:
+        if self._fresh > 2.0 + NEWS * self._mass:
             self._decay(now)
-            self._mass += self._fresh
-            self._fresh = 0.0
             self._refresh()
 
     def _decay(self, now: float) -> None:
+        keep = 1.0
         if self._time is not None:
             keep = 0.5 ** (max(0.0, now - self._time) / self._half_life)
-            self._mass *= keep
-            for cls in self._classes.values():
-                cls.events *= keep
-                cls.exposure *= keep
-            for phases in self._factors.values():
-                for pair in phases:
-                    pair[0] *= keep
-                    pair[1] *= keep
+        self._mass *= keep
+        for cls in self._classes.values():
+            cls.events *= keep
+            cls.exposure *= keep
+        for factor in self._factors.values():
+            factor.refresh(keep)
         self._time = now
 
     def _refresh(self) -> None:
-        """Add up what was observed since the last time."""
+        """Add up what was observed since the last time. Parents come before children in
+        `_classes`."""
+        self._mass += self._fresh
+        self._fresh = 0.0
+        for cls in reversed(self._classes.values()):
+            cls.add_up()
         for cls in self._classes.values():
-            cls.exposure += np.cumsum(cls.edges[:-1])
-            cls.edges[:] = 0.0
-        self._hazards()
-
-    def _hazards(self) -> None:
-        """Parents come before children in `_classes`."""
-        for cls in self._classes.values():
-            if cls.parent is None:
-                before = PRIOR
-                events, exposure = cls.events.tolist(), cls.exposure.tolist()
-                hazard = []
-                for happened, exposed in zip(events, exposure, strict=True):
-                    before = (happened + SHRINK * before) / (exposed + SHRINK)
-                    hazard.append(before)
-                cls.hazard = np.array(hazard)
-            else:
-                cls.hazard = (cls.events + SHRINK * cls.parent.hazard) / (cls.exposure + SHRINK)
-            cls.summed = [0.0, *np.cumsum(cls.hazard).tolist()]
-            cls.tables.clear()
+            cls.learn()
 
 
-_SCALE = (BINS, FIRST, len(PHASES) + 1)
-_BEGIN = [0, *(int(np.argmax(phase <= PHASE_OF)) for phase in range(1, len(PHASES) + 1)), BINS]
+_SCALE = (BINS, FIRST, PHASE_COUNT)
+_BEGIN = [*(PHASE_OF.index(phase) for phase in range(PHASE_COUNT)), BINS]
 
 
-def _table(hazard: Floats, scale: tuple[int, ...]) -> Table:
-    factor = np.array([2.0 ** (STEP * exponent) for exponent in scale])[PHASE_OF]
-    h = -np.expm1(-hazard * factor)
-    alive = np.concatenate(([1.0], np.cumprod(1.0 - h)))
-    hits = np.concatenate(([0.0], np.cumsum(alive[:-1] * h)))
-    held = np.concatenate(([0.0], np.cumsum(alive[:-1] * (1.0 - h / 2) * WIDTH)))
-    gain = hits[None, 1:] - hits[:-1, None]
-    time = held[None, 1:] - held[:-1, None]
-    # Where nearly nobody is left the differences are rounding: the hazard itself has to do.
-    index = np.where(alive[:-1] > RARE, (gain / (time + _EARLIER)).max(axis=1), h / WIDTH)
-    returns = 1.0 - np.cumprod((1.0 - h)[::-1])[::-1]
-    return Table(index.tolist(), returns.tolist())
-
-
-_EARLIER = np.where(np.triu(np.ones((BINS, BINS), dtype=bool)), 1e-300, np.inf)
+def _factor(session: SessionState, phase: int) -> float:
+    return float(2.0 ** (STEP * session.scale[phase]))
 
 
 def _features(session: SessionState) -> tuple[tuple[str, int], ...]:

@@ -17,7 +17,7 @@ from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room
 from tieredkv.types import Turn
 
-SLOTS = 1 << 16
+SLOTS = 1 << 13
 """Blocks of the largest shadow; of larger tiers it sees a sample of the sessions."""
 HALF_LIFE = 1800.0
 """Seconds after which a hit counts half."""

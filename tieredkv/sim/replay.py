@@ -7,21 +7,25 @@ its arrival; the end of the response counts as a use of them, as in an engine.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+
+import numpy as np
 
 from tieredkv.sim.lab import Lab
 from tieredkv.sim.request import Request
 from tieredkv.types import Turn
 
-MIX = 0x9E3779B97F4A7C15  # odd: multiplying by it modulo 2**64 is a bijection that spreads ids
+MIX = np.uint64(0x9E3779B97F4A7C15)
+"""Odd: multiplying by it modulo 2**64 is a bijection that spreads ids."""
 FOREVER = 1e18
 
 
-def block_key(block: int) -> bytes:
-    """The key of a trace's block id; distinct for ids below 2**64."""
-    return (block * MIX & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little")
+def block_keys(blocks: Sequence[int]) -> list[bytes]:
+    """The keys of a trace's block ids; distinct for ids in [0, 2**64)."""
+    data = (np.array(blocks, dtype=np.uint64) * MIX).astype("<u8").tobytes()
+    return [data[at : at + 8] for at in range(0, len(data), 8)]
 
 
 def service_of(request: Request) -> float:
@@ -59,7 +63,7 @@ class Replayer:
         was the last one."""
         lab, planner = self.lab, self.lab.planner
         self.advance(request.ts)
-        keys = [block_key(block) for block in request.hash_ids]
+        keys = block_keys(request.hash_ids)
         session, now = request.session, request.ts
         if request.turn == 1 and request.parent is not None:
             planner.fork(request.parent, session, now)
