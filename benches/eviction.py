@@ -14,6 +14,7 @@ eviction_rows; without `--json` tables take the place of figures that have none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from benches import eviction_cost as costs
 from benches import eviction_inputs as inputs
@@ -88,8 +89,11 @@ def _three_tiers(source: Source, size: Size) -> Part:
     if "tiers" not in size.parts:
         return [], []
     shares = tuple(dict.fromkeys((0.0, *size.hints)))
-    spec = size.spec(source.trace, (BASELINE, rows.OURS), THREE_TIERS, shares)
-    replays = _run(spec, size.jobs, f"{source.name}, three tiers")
+    replays: list[Replay] = []
+    for policy, admission in ((BASELINE, "all"), (rows.OURS, "delay")):
+        spec = size.spec(source.trace, (policy,), THREE_TIERS, shares)
+        found = _run(replace(spec, admission=admission), size.jobs, f"{source.name}, {policy}")
+        replays += [one for one in found if one.policy == policy or policy == BASELINE]
     table = tables.three_tiers(source.name, source.note, replays)
     return list(rows.three_tiers(source.name, replays, source.whole)), [table]
 

@@ -88,7 +88,8 @@ def three_tiers(name: str, note: str, replays: Sequence[Replay]) -> Table:
     capacity, names = replays[0].capacity, [name for name, _ in replays[0].tiers]
     parts = f"of it {' / '.join(names)}"
     head = ["policy", "hit %", parts, "mean TTFT s", "p90 s", "NVMe blocks written per hour"]
-    notes = [*_notes(note, replays), f"Tiers: {capacity.replace('xlive', 'x live')}."]
+    notes = [*_notes(note, replays), "`delay` with `admission: delay`, `lru` writes all."]
+    notes.append(f"Tiers: {capacity.replace('xlive', 'x live')}.")
     table = Table(f"`{name}`, three tiers", notes, head)
     for replay in replays:
         if replay.policy in BOUNDS and (replay.hints or replay.policy != "optimum"):

@@ -76,9 +76,8 @@ Seeds = Annotated[str, typer.Option("--seed", metavar="N,N", help="One or severa
 Hints = Annotated[
     str, typer.Option(metavar="X,X", help="Shares of the sessions that say when they finish.")
 ]
-Write = Annotated[
-    Literal["on_evict", "through"], typer.Option(help="When blocks go to the slowest tier.")
-]
+Write = Annotated[Literal["on_evict", "through"], typer.Option(help="When blocks go to NVMe.")]
+Admission = Annotated[str, typer.Option(help="Which blocks go to NVMe: all, delay, or a plug-in.")]
 Jobs = Annotated[int | None, typer.Option(help="Processes; by default one per CPU.")]
 Output = Annotated[Literal["table", "json", "csv"], typer.Option("--format")]
 Breakdown = Annotated[
@@ -104,6 +103,7 @@ def simulate(
     seeds: Seeds = "0",
     hints: Hints = "0",
     write: Write = "on_evict",
+    admission: Admission = "all",
     jobs: Jobs = None,
     output: Output = "table",
     breakdown: Breakdown = False,
@@ -131,6 +131,7 @@ def simulate(
         seeds=parse_integers("--seed", seeds),
         hints=parse_shares("--hints", hints),
         write=write,
+        admission=admission,
     )
     jobs = (os.cpu_count() or 1) if jobs is None else jobs
     _check(spec, jobs, [path for path in (html, plot) if path])

@@ -283,7 +283,7 @@ def _config(spec: Spec, task: Task, block_tokens: int) -> Config:
             "eviction": {"policy": policy},
         }
         if kind == "nvme":
-            entry |= {"path": "nowhere", "write": spec.write}
+            entry |= {"path": "nowhere", "write": spec.write, "admission": spec.admission}
         tiers.append(entry)
     return Config.model_validate({"block_tokens": block_tokens, "tiers": tiers})
 

@@ -78,7 +78,9 @@ class Spec:
     hints: tuple[float, ...] = (0.0,)
     """Shares of the sessions that say when they have finished."""
     write: Literal["on_evict", "through"] = "on_evict"
-    """When blocks of faster tiers are written to the slowest."""
+    """When blocks of faster tiers are written to NVMe."""
+    admission: str = "all"
+    """Which of them: `all`, `delay`, an entry point or `module:Class`."""
 
     def __post_init__(self) -> None:
         _some("traces", "a trace file or generate:PRESET", self.traces)
