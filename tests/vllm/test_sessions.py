@@ -99,6 +99,7 @@ def test_the_delay_of_a_session_ends_when_its_next_request_arrives(worlds: World
     world.settle()
     model = planner_of(world).sessions.model
     assert state_of(world, "a").next_tool == "bash"
+    model.state()  # adds up what is new
     before = model._classes["tool_use", "tool_use", "bash"].events.copy()
     clock.advance(16.0)
     world.add(2, 20, 30)  # takes the only seat
@@ -109,6 +110,7 @@ def test_the_delay_of_a_session_ends_when_its_next_request_arrives(worlds: World
     assert (state.queued, state.running) == (True, False)
     clock.advance(100.0)  # in the engine's queue
     world.settle()
+    model.state()
     events = model._classes["tool_use", "tool_use", "bash"].events - before
     assert events.sum() == events[bin_of(16.0)] == 1
     assert state.turns == 2
@@ -238,6 +240,7 @@ def test_two_turns_on_a_real_engine(model: Path) -> None:
         state = known._by_id["s"]
         assert state.turns == 2
         assert 1.9 < state.delay < time.time() - ended
+        known.model.state()  # adds up what is new
         events = known.model._classes["tool", "tool", "bash"].events
         assert events.sum() == pytest.approx(1.0)
         assert abs(int(events.argmax()) - bin_of(2.0)) <= 2
