@@ -81,6 +81,15 @@ def test_several_tiers_with_policies_of_their_own(trace: str) -> None:
     assert set(lru["hit_by_tier"]) == {"dram", "nvme"}
 
 
+def test_admission_says_what_goes_to_nvme(trace: str) -> None:
+    tiers = ("--tier", "hbm=5%", "--tier", "nvme=10%")
+    written = {
+        admission: replays(trace, *SMALL, *tiers, "--admission", admission)[0]["nvme_written_bytes"]
+        for admission in ("all", "delay")
+    }
+    assert 0 < written["delay"] < written["all"]
+
+
 def test_warm_up_and_the_size_of_a_token(trace: str) -> None:
     args = (trace, *SMALL, "--tier", "dram=1GiB", "--bytes-per-token", "1024")
     whole, cut = replays(*args), replays(*args, "--warmup", "0.5")
@@ -167,6 +176,7 @@ def test_generated_traces_csv_and_files(tmp_path: Path) -> None:
         (["generate:scaling", "--policy", "optimum"], "'optimum': a bound"),
         (["generate:scaling", "--model", "gpt-7"], "no model 'gpt-7'"),
         (["generate:scaling", "--loop", "closed", "--bytes-per-token", "9"], "pass --model"),
+        (["generate:scaling", "--admission", "delya"], "--admission: 'delya' is no built-in"),
         (["generate:scaling", "--seed", "x"], "--seed 'x'"),
         (["generate:scaling", "--hints", "2"], "--hints 2"),
         (["generate:scaling", "--jobs", "0"], "--jobs 0"),

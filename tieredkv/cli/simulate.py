@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 import typer
 
 from tieredkv.cli.progress import progress, table_console
+from tieredkv.config import BUILTIN_ADMISSIONS
 from tieredkv.errors import UsageError
+from tieredkv.plugins import ADMISSIONS, unknown_plugin
 from tieredkv.sim import plots, report
 from tieredkv.sim.cost import DEFAULT_MODEL
 from tieredkv.sim.delays import Delays, measure
@@ -151,6 +153,8 @@ def _check(spec: Spec, jobs: int, outputs: list[Path]) -> None:
             raise UsageError(f"{trace}: unknown preset; one of {', '.join(PRESETS)}")
         if preset == trace and not Path(trace).is_file():
             raise UsageError(f"{trace}: no such file; name a trace or {GENERATE}PRESET")
+    if reason := unknown_plugin(ADMISSIONS, spec.admission, BUILTIN_ADMISSIONS):
+        raise UsageError(f"--admission: {reason}")
     for path in outputs:
         plots.require()
         if not path.parent.is_dir():
