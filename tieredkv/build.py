@@ -12,6 +12,7 @@ from tieredkv.config import (
     Config,
     DramConfig,
     HbmConfig,
+    MooncakeConfig,
     NvmeConfig,
     PluginTierConfig,
     TierConfig,
@@ -27,6 +28,7 @@ from tieredkv.eviction.delay_model import DelayModel
 from tieredkv.eviction.lru import LruPolicy
 from tieredkv.executor import DaemonExecutor
 from tieredkv.index.durable import DurableIndex
+from tieredkv.keys import fingerprint_digest
 from tieredkv.planner import Planner
 from tieredkv.planner.level import Level
 from tieredkv.planner.plans import TokenBucket
@@ -37,8 +39,11 @@ from tieredkv.plugins import ADMISSIONS, POLICIES, TIERS, load_plugin
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier
+from tieredkv.tiers.mooncake.client import PoolClient
+from tieredkv.tiers.mooncake.tier import MooncakeTier
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
+from tieredkv.tiers.slab import slot_count
 from tieredkv.types import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -113,7 +118,18 @@ def load_policies(config: Config) -> list[type]:
     return [load_plugin(POLICIES, eviction.policy, BUILTIN) for eviction in chosen]
 
 
-def build(config: Config, disk: Disk | None, block_bytes: int, wrap: WrapTier | None) -> Parts:
+def shares(config: Config) -> bool:
+    """Is there a tier whose blocks other processes see?"""
+    return any(isinstance(tier, MooncakeConfig) for tier in config.tiers)
+
+
+def build(
+    config: Config,
+    fingerprint: Fingerprint,
+    disk: Disk | None,
+    block_bytes: int,
+    wrap: WrapTier | None,
+) -> Parts:
     """Tiers and planner for blocks of this size; the index's blocks are adopted.
 
     Raises CapacityError, ConfigError, PluginError, FormatError; nothing stays open then.
@@ -124,7 +140,8 @@ def build(config: Config, disk: Disk | None, block_bytes: int, wrap: WrapTier | 
         if disk.index.block_bytes is not None:
             disk.index.set_block_bytes(block_bytes)  # refuses another size before tiers open
     load_policies(config)  # before memory and files are taken
-    tiers = build_tiers(config, directory, block_bytes)
+    identity = fingerprint_digest(fingerprint, config.block_tokens).hex()
+    tiers = build_tiers(config, directory, block_bytes, identity)
     try:
         if disk is not None and isinstance(tiers[-1], NvmeTier):
             disk.index.set_map_limit(tiers[-1].index_bytes)
@@ -141,16 +158,22 @@ def build_tiers(
     config: Config,
     directory: Directory | None,
     block_bytes: int,
+    identity: str,
     ranks: int = 1,
 ) -> list[Tier]:
-    """The tiers, fastest first; with `ranks` > 1, one rank's equal share of each.
+    """The tiers, fastest first; with `ranks` > 1, one rank's equal share of each. `identity`:
+    all that makes the bytes of equal keys differ, for tiers that others see.
 
     Raises CapacityError, ConfigError, PluginError, DirectoryError; nothing stays open then.
     """
     tiers: list[Tier] = []
     try:
         for spec in config.tiers:
-            tiers.append(_tier(spec, block_bytes, directory, ranks))
+            tiers.append(_tier(spec, block_bytes, directory, identity, ranks))
+        for pool in (tier for tier in tiers if isinstance(tier, MooncakeTier)):
+            for tier in tiers:
+                if isinstance(tier, DramTier):
+                    pool.register(*tier.memory)
     except BaseException:
         for tier in tiers:
             tier.close()
@@ -188,6 +211,7 @@ def _planner(
                 _policy(policy, eviction.policy, capacity, block_bytes, eviction.seed),
                 tier.slots,
                 durable=tier.durable and spec is nvme,
+                shared=isinstance(spec, MooncakeConfig),
                 accepts=not (spec is nvme and nvme.write == "off"),
             )
         )
@@ -258,7 +282,9 @@ def _policy(kind: type, name: str, capacity: int, block_bytes: int, seed: int) -
     return policy
 
 
-def _tier(spec: TierConfig, block_bytes: int, directory: Directory | None, ranks: int) -> Tier:
+def _tier(
+    spec: TierConfig, block_bytes: int, directory: Directory | None, identity: str, ranks: int
+) -> Tier:
     capacity = spec.capacity // ranks
     if capacity < block_bytes:
         share = f" (of {spec.capacity} for {ranks} ranks)" if ranks > 1 else ""
@@ -282,8 +308,19 @@ def _tier(spec: TierConfig, block_bytes: int, directory: Directory | None, ranks
             segment=spec.segment,
             ranks=ranks,
         )
+    if isinstance(spec, MooncakeConfig):
+        return _mooncake_tier(spec, capacity, block_bytes, identity)
     assert isinstance(spec, PluginTierConfig)
     return _plugin_tier(spec, capacity, block_bytes)
+
+
+def _mooncake_tier(
+    spec: MooncakeConfig, capacity: int, block_bytes: int, identity: str
+) -> MooncakeTier:
+    slot_count(spec.label, capacity, block_bytes)  # complains before the pool is joined
+    client = PoolClient(spec.master, spec.segment, spec.protocol, spec.devices, spec.host)
+    staged = spec.protocol != "tcp"
+    return MooncakeTier(spec.label, client, identity, capacity, block_bytes, staged=staged)
 
 
 def _plugin_tier(spec: PluginTierConfig, capacity: int, block_bytes: int) -> Tier:

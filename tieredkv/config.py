@@ -84,7 +84,8 @@ class TierConfig(Model):
     """Label in metrics and results; the kind by default."""
     kind: str
     capacity: Positive
-    """Bytes of payload (dram, hbm) or of the whole directory (nvme). A hard limit."""
+    """Bytes of payload (dram, hbm; mooncake: of this process's share of the pool) or of the
+    whole directory (nvme). A hard limit."""
     eviction: EvictionConfig | None = None
     """Overrides the global `eviction` for this tier."""
 
@@ -137,6 +138,28 @@ class NvmeConfig(TierConfig):
     @classmethod
     def _known(cls, value: str) -> str:
         return _plugin(ADMISSIONS, value, BUILTIN_ADMISSIONS)
+
+
+class MooncakeConfig(TierConfig):
+    """Objects in the memory of a Mooncake pool, shared with all that use the same master."""
+
+    kind: Literal["mooncake"]
+    master: str = Field(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")
+    """`host:port` of the pool's master."""
+    segment: Size = ByteSize(0)
+    """Bytes of this process's memory that join the pool: 0 for none, else 16 MiB or more."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""
+    """RDMA devices, separated by commas; by default the library chooses."""
+    host: str | None = None
+    """Address of this machine for the pool; by default the one that reaches the master."""
+
+    @field_validator("segment")
+    @classmethod
+    def _large_enough(cls, value: int) -> int:
+        if 0 < value < 16 << 20:
+            raise PydanticCustomError("segment", "is too small: pass 0, or 16MiB or more")
+        return value
 
 
 class PluginTierConfig(TierConfig):
@@ -209,6 +232,7 @@ class ConnectorConfig(Model):
 _BUILTIN_TIERS: dict[str, type[TierConfig]] = {
     "hbm": HbmConfig,
     "dram": DramConfig,
+    "mooncake": MooncakeConfig,
     "nvme": NvmeConfig,
 }
 _PLUGIN = "<plugin>"
@@ -236,6 +260,7 @@ def tier_tag(value: object) -> str | None:
 AnyTier = Annotated[
     Annotated[HbmConfig, Tag("hbm")]
     | Annotated[DramConfig, Tag("dram")]
+    | Annotated[MooncakeConfig, Tag("mooncake")]
     | Annotated[NvmeConfig, Tag("nvme")]
     | Annotated[PluginTierConfig, Tag(_PLUGIN)],
     Discriminator(tier_tag),

@@ -16,6 +16,7 @@ from tieredkv.errors import ClosedError
 from tieredkv.index.durable import DurableIndex
 from tieredkv.planner import Planner
 from tieredkv.planner.plans import Effects
+from tieredkv.planner.sharing import publish
 from tieredkv.types import Clock, Move, Outcome
 
 FLUSH_POLL = 0.05  # seconds between looks, when nothing has ended
@@ -190,8 +191,11 @@ class Control:
         return effects
 
     def _background(self) -> None:
-        """Write back while the disk has nothing else to do, or at once under `through`."""
+        """Publish; write back while the disk has nothing else to do, or at once under
+        `through`."""
         durable = self.planner.res.durable
+        if self.planner.res.unshared:
+            publish(self.planner.res, self.planner.room, self.clock(), self._batch)
         if durable is None or not self.planner.res.dirty:
             return
         if self.planner.through or self._idle:

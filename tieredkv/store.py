@@ -10,7 +10,7 @@ from typing import Self
 
 from tieredkv import arguments
 from tieredkv.buffers import HostBlocks, host_blocks
-from tieredkv.build import Disk, WrapTier, build, load_policies, open_disk
+from tieredkv.build import Disk, WrapTier, build, load_policies, open_disk, shares
 from tieredkv.config import Config
 from tieredkv.core import Core
 from tieredkv.errors import BlockSizeError, ClosedError, ConfigError, UsageError
@@ -171,13 +171,16 @@ class TieredKVStore:
         )
 
     def lookup(self, keys: Sequence[bytes]) -> Match:
-        """The longest stored prefix; no side effect, not counted. O(log n) for n keys."""
+        """The longest stored prefix; not counted, and nothing moves. O(log n) for n keys, and
+        with a tier of kind mooncake one question to its master about what is not known here."""
         began = time.perf_counter()
         chain = self._chain(keys, 0)
-        if self._core is None:
+        core = self._core
+        if core is None:
             return Match(0)
-        with self._core.lock:
-            match = self._core.planner.match(chain)
+        core.discover(chain)
+        with core.lock:
+            match = core.planner.match(chain)
         self.metrics.looked_up(time.perf_counter() - began)
         return match
 
@@ -221,7 +224,7 @@ class TieredKVStore:
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget these very blocks, and all that descend from any of them; how many."""
         chain = self._chain(keys, 0, every=True)
-        return self._change(lambda planner: planner.delete(chain))
+        return 0 if self._core is None else self._core.delete(chain)
 
     def clear(self, tier: str | None = None) -> int:
         """Forget everything, or every copy in one tier; blocks forgotten. Durable at return:
@@ -316,11 +319,11 @@ class TieredKVStore:
     def _get(
         self, chain: Sequence[bytes], host: HostBlocks, start: int, deadline: float
     ) -> list[Outcome]:
-        began = time.perf_counter()
-        asked, core, hits = len(chain) - start, self._core, dict[str, int]()
-        outcomes = [Outcome.MISSING] * asked
-        if core is not None and asked:
-            self._check_size(core, host.block_bytes)
+        began, asked = time.perf_counter(), len(chain) - start
+        core, hits, outcomes = self._core, dict[str, int](), [Outcome.MISSING] * asked
+        if asked and (core is not None or shares(self.config)):  # others may have stored it
+            core = self._open(host.block_bytes)
+            core.discover(chain)
             outcomes, hits = core.get(chain, host, start, deadline, self.config.promotion.enabled)
             host.finish(outcomes)
         with self._opening if core is None else core.lock:
@@ -353,9 +356,6 @@ class TieredKVStore:
             with core.lock:
                 work(core.planner, self._clock())
 
-    def _change(self, work: Callable[[Planner], int]) -> int:
-        return 0 if self._core is None else self._core.apply(work)
-
     def _open(self, block_bytes: int) -> Core:
         core = self._core
         if core is None:
@@ -369,7 +369,7 @@ class TieredKVStore:
 
     def _build(self, block_bytes: int) -> Core:
         disk: Disk | None = self._disk
-        parts = build(self.config, disk, block_bytes, self._wrap)
+        parts = build(self.config, self.fingerprint, disk, block_bytes, self._wrap)
         index = None if disk is None else disk.index
         return Core(parts, self._mover, self.config.mover, index, self.metrics, self._clock)
 

@@ -51,6 +51,7 @@ _forward("trace", "app", "Generate, convert and describe request traces.")
 _forward("plan", "plan", "Find the cheapest tier sizes that reach a hit rate or TTFT.")
 _forward("check", "check", "Verify an NVMe directory: records, headers, checksums.")
 _forward("config", "app", "Show the configuration in force and where each value comes from.")
+_forward("pool", "pool", "Run a Mooncake pool on this machine, for development.")
 
 
 def _print_version(wanted: bool) -> None:

@@ -98,7 +98,7 @@ class Worker:
         config = self._config
         self._cache = PagedCache(tensors, num_blocks, config.block_tokens // block_tokens)
         size = self._cache.chunk_bytes
-        self.tiers = build_tiers(config, self._directory, size, self._ranks)
+        self.tiers = build_tiers(config, self._directory, size, "", self._ranks)
         # Queues need no bound of their own: whatever is queued holds engine blocks.
         bound = max(1, num_blocks) * size
         threads = config.mover.threads

@@ -16,6 +16,7 @@ from tieredkv.planner.check import violations
 from tieredkv.planner.plans import Effects, IndexOp, Ticket
 from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room
+from tieredkv.planner.sharing import adopt
 from tieredkv.types import Move, Outcome
 
 
@@ -239,6 +240,18 @@ class Ledger:
             leaf = piece.keys[-1] not in followed  # others would be ranked only to be forgotten
             self.res.install(run, 0, tier, piece.slots, reserved=False, leaf=leaf)
         return self.res.tree.blocks
+
+    def adopt(self, keys: Sequence[bytes], now: float) -> tuple[list[bytes], list[int]]:
+        """The shared tier has this chain, as others have stored it: (blocks that are new here,
+        the slots that stand for them there)."""
+        known, run = self.res.tree.match(keys, visible=False)
+        if known == len(keys) or (run is not None and not run.visible):
+            return [], []
+        if run is not None and known < run.end:
+            run = self.res.split(run, known - run.start)
+        self._generation += 1
+        slots = adopt(self.res, self.room, run, keys[known:], now, self._generation)
+        return list(keys[known : known + len(slots)]), slots
 
     # -- removal --------------------------------------------------------------------------
 

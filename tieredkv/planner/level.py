@@ -18,6 +18,8 @@ class Level:
     policy: EvictionPolicy
     slots: int
     durable: bool = False
+    shared: bool = False
+    """Other processes see what is in it, and it is to have everything."""
     accepts: bool = True
     """False: nothing is written to it any more (write policy `off`)."""
     expect: Callable[[bytes], None] = field(init=False)

@@ -146,7 +146,10 @@ class Planner(Ledger):
         self, blocks: int, run: Run | None, now: float, force: bool
     ) -> tuple[list[tuple[int, int]], bool]:
         """((tier, free slots) for a put after `run`, whether waiting may bring more)."""
-        tiers = [t for t in range(len(self.res.levels)) if t != self.res.durable] or [0]
+        levels = self.res.levels
+        tiers = [
+            t for t, level in enumerate(levels) if t != self.res.durable and level.accepts
+        ] or [0]
         shares, wanted = dict.fromkeys(tiers, 0), blocks
         for drop in (False, True):
             for tier in tiers:

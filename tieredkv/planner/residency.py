@@ -32,6 +32,9 @@ class Residency:
         self.visitors = Visitors(len(levels), self._attended)
         self.events = events
         self.durable = next((t for t, level in enumerate(levels) if level.durable), None)
+        self.shared = next((t for t, level in enumerate(levels) if level.shared), None)
+        self.unshared: dict[int, None] = {}
+        """Visible runs that the shared tier may lack, oldest first."""
         self.dirty: dict[int, None] = {}
         """Visible runs with blocks that were never written to the durable tier, oldest first."""
         self.declined: set[int] = set()
@@ -149,6 +152,11 @@ class Residency:
         if self.events is not None:
             self.events.add(EventKind.REMOVED, level.name, keys)
 
+    def accept_shared(self, accepts: bool) -> None:
+        """May blocks be put into the shared tier now?"""
+        assert self.shared is not None
+        self.levels[self.shared].accepts = accepts
+
     def take_deleted(self) -> list[Deletion]:
         deleted, self.deleted = self.deleted, []
         return deleted
@@ -218,6 +226,7 @@ class Residency:
         dropped = len(run.keys) - offset
         self.pins.retreat(run, offset)
         if not offset:
+            self.unshared.pop(run.id, None)
             self.visitors.dropped(run)
         self.tree.cut(run, offset)
         if not offset or (self.durable is not None and run.count[self.durable] == offset):
@@ -237,6 +246,8 @@ class Residency:
             run.visible = True
             if self.lacks(run):
                 self.dirty[run.id] = None
+            if self.shared and not run.full(self.shared):
+                self.unshared[run.id] = None
             queue.extend((run.children or {}).values())
 
     # -- recency and victims --------------------------------------------------------------

@@ -230,7 +230,7 @@ class Room:
         blocks = self.make(tier, blocks, now, anchor, leaf_on_path(protect, tier))
         if not blocks:
             return -1 if self.res.levels[tier].pool.expected else 0
-        return self._issue(islice(self._missing(path, tier), blocks), tier)
+        return self.issue(islice(self._missing(path, tier), blocks), tier)
 
     # -- one block at a time --------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Room:
                 chosen = source
                 yield run, offset, source
 
-    def _issue(self, blocks: Iterator[tuple[Run, int, int]], dst: int) -> int:
+    def issue(self, blocks: Iterator[tuple[Run, int, int]], dst: int) -> int:
         """Queue one move of these blocks; all have the same source."""
         chosen = list(blocks)
         if not chosen:
@@ -292,7 +292,7 @@ class Room:
         got = self.make(lower, len(tail), now, leaf_on_path(protect, lower))
         if got < len(tail):
             self.demote(lower, len(tail) - got, now, protect)
-        self._issue(((run, offset, tier) for offset in reversed(tail[:got])), lower)
+        self.issue(((run, offset, tier) for offset in reversed(tail[:got])), lower)
 
     def _slot(self, run: Run, offset: int, tier: int) -> int:
         slots = run.slots[tier]

@@ -72,3 +72,38 @@ class Tier(Protocol):
     def close(self) -> None:
         """Release the medium. No other call is running and none follows. Idempotent."""
         ...
+
+
+class SharedTier(Tier, Protocol):
+    """A tier whose blocks other processes find by their keys, as this one finds theirs.
+
+    Which slot stands for which block is remembered here, by `write` and `adopt`; a slot that is
+    used again gives up the block before. A block may go at any time: then `read` fails.
+    """
+
+    @property
+    def available(self) -> bool:
+        """Is the medium answering? While not, nothing is planned for it. Costs nothing."""
+        ...
+
+    def found(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of these are there now: a hint. Waits a fraction of a second
+        at most, and not at all while the medium does not answer."""
+        ...
+
+    def adopt(self, slots: Sequence[int], keys: Sequence[bytes]) -> Sequence[str]:
+        """These slots stand for these blocks now; what is to be given to `drop`. Does not
+        block."""
+        ...
+
+    def drop(self, stale: Sequence[str]) -> None:
+        """Remove what the slots stood for before, as far as nobody reads it."""
+        ...
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove these blocks for everybody, as far as nobody reads them."""
+        ...
+
+    def remove_own(self) -> None:
+        """Remove all blocks that slots stand for."""
+        ...

@@ -63,6 +63,11 @@ class DramTier:
     def slots(self) -> int:
         return self._slots
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """(address, bytes) of the slab, for those who register memory with a device."""
+        return self._slab.address, self._slab.nbytes
+
     def wait_ready(self, timeout: float) -> bool:
         """Wait until the slab is pre-faulted and pinned; False at the deadline.
 
