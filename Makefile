@@ -15,12 +15,13 @@ CODE := tieredkv benches tests tools
 TIEREDKV_CRASHES ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-vllm test-full soak check bench clean
+.PHONY: help demo test test-core test-mooncake test-vllm test-full soak check bench clean
 
 help:
 	@echo 'make demo       verify and measure a replayed workload on a real store'
 	@echo 'make test       check, then all tests (the last ones are those of test-vllm)'
 	@echo 'make test-core  the tests without the slow ones, a few minutes'
+	@echo 'make test-mooncake  the tests on a real Mooncake pool (part of test)'
 	@echo 'make test-vllm  the tests on real vLLM engines, for which it makes $(VLLM_VENV)'
 	@echo 'make test-full  all tests with TIEREDKV_CRASHES=$(TIEREDKV_CRASHES) crashes each (also: soak)'
 	@echo 'make check      lint, format, types, import contracts, size limits'
@@ -58,6 +59,9 @@ test: check $(READY) $(VLLM_READY)
 
 test-core: $(READY)
 	$(BIN)/pytest -m 'not slow'
+
+test-mooncake: $(READY)
+	$(BIN)/pytest tests/mooncake
 
 test-vllm: $(VLLM_READY)
 	$(VLLM_BIN)/pytest tests/vllm

@@ -27,6 +27,8 @@ READY = 30.0
 """Seconds for a process to become ready."""
 RESTARTS, WITHIN = 5, 60.0
 """A process that dies more often than that in so many seconds ends the command."""
+SHARE = 0.85
+"""Of the pool: we remove what is cold before the master, at 0.95, evicts what it likes."""
 PAUSE = 1.0
 """Seconds from the start of a process to its next start, at least."""
 
@@ -58,10 +60,11 @@ def pool(
     if port == metrics_port:
         raise ConfigError(f"--port and --metrics-port are both {port}: choose two")
     master = Master(port, metrics_port, log=_log(logs, "master"))
-    names: dict[str, Process] = {"master": master}
-    for number in range(owners):
-        name = f"owner-{number}"
-        names[name] = Owner(master.address, share, log=_log(logs, name))
+    lenders = {
+        name: Owner(master.address, share, log=_log(logs, name))
+        for name in (f"owner-{number}" for number in range(owners))
+    }
+    names: dict[str, Process] = {"master": master, **lenders}
     console = table_console()
     with _ended_by_signals() as end, ExitStack() as stack:
         for process in names.values():  # the master first, hence stopped last
@@ -69,7 +72,7 @@ def pool(
             process.start()
             if not _await_ready(process, end):
                 return
-        _print_recipe(console, master, size, owners)
+        _print_recipe(console, master, size, list(lenders.values()))
         _watch([_Watched(name, process) for name, process in names.items()], end, console)
         console.print("stopping")
 
@@ -117,21 +120,24 @@ def _await_ready(process: Process, end: threading.Event) -> bool:
     return not end.is_set()
 
 
-def _print_recipe(console: Console, master: Master, size: str, owners: int) -> None:
-    tiers = [{"kind": "mooncake", "master": master.address}]
+def _print_recipe(console: Console, master: Master, size: str, owners: Sequence[Owner]) -> None:
+    capacity = f"{int(sum(owner.size for owner in owners) * SHARE) >> 20}MiB"
     connector = {
         "kv_connector": "TieredKVConnector",
         "kv_connector_module_path": "tieredkv.connector.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": tiers},
+        "kv_connector_extra_config": {
+            "tiers": [{"kind": "mooncake", "master": master.address, "capacity": capacity}]
+        },
     }
     console.print(
-        f"pool of {size} in {owners} owner{'s' * (owners > 1)}, master {master.address},"
-        f" http://{master.host}:{master.metrics_port}/metrics"
+        f"pool of {size} in {len(owners)} owner{'s' * (len(owners) > 1)}, master"
+        f" {master.address}, http://{master.host}:{master.metrics_port}/metrics"
     )
-    console.print("\nA configuration file; dram and nvme can stand beside it:\n")
-    console.print(f"tiers: [{{kind: mooncake, master: {master.address}}}]")
+    console.print("\nA configuration file; dram and nvme can stand beside it. `capacity` is what")
+    console.print("one engine keeps in the pool: divide it by the engines that share it.\n")
+    console.print(f"tiers: [{{kind: mooncake, master: {master.address}, capacity: {capacity}}}]")
     console.print("\nvLLM:\n")
     console.print(f"--kv-transfer-config '{json.dumps(connector)}'", soft_wrap=True)
     console.print("\nCtrl-C ends it.")
