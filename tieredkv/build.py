@@ -8,6 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from tieredkv.build_pool import (
+    catalogue,
+    mooncake_config,
+    mooncake_tier,
+    pool_identity,
+    pool_share,
+)
 from tieredkv.config import (
     Config,
     DramConfig,
@@ -28,7 +35,6 @@ from tieredkv.eviction.delay_model import DelayModel
 from tieredkv.eviction.lru import LruPolicy
 from tieredkv.executor import DaemonExecutor
 from tieredkv.index.durable import DurableIndex
-from tieredkv.keys import fingerprint_digest
 from tieredkv.planner import Planner
 from tieredkv.planner.level import Level
 from tieredkv.planner.plans import TokenBucket
@@ -39,11 +45,9 @@ from tieredkv.plugins import ADMISSIONS, POLICIES, TIERS, load_plugin
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier
-from tieredkv.tiers.mooncake.client import PoolClient
 from tieredkv.tiers.mooncake.tier import MooncakeTier
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
-from tieredkv.tiers.slab import slot_count
 from tieredkv.types import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -118,11 +122,6 @@ def load_policies(config: Config) -> list[type]:
     return [load_plugin(POLICIES, eviction.policy, BUILTIN) for eviction in chosen]
 
 
-def shares(config: Config) -> bool:
-    """Is there a tier whose blocks other processes see?"""
-    return any(isinstance(tier, MooncakeConfig) for tier in config.tiers)
-
-
 def build(
     config: Config,
     fingerprint: Fingerprint,
@@ -140,18 +139,26 @@ def build(
         if disk.index.block_bytes is not None:
             disk.index.set_block_bytes(block_bytes)  # refuses another size before tiers open
     load_policies(config)  # before memory and files are taken
-    identity = fingerprint_digest(fingerprint, config.block_tokens).hex()
+    identity = pool_identity(config, fingerprint, 0)
     tiers = build_tiers(config, directory, block_bytes, identity)
+    shared = None
     try:
         if disk is not None and isinstance(tiers[-1], NvmeTier):
             disk.index.set_map_limit(tiers[-1].index_bytes)
+        spec = mooncake_config(config)
+        pool = next((tier for tier in tiers if isinstance(tier, MooncakeTier)), None)
+        if spec is not None and pool is not None:
+            shared = catalogue(spec, pool.client, [pool.identity], block_bytes)
+            pool.refused = shared.doomed
         tiers = tiers if wrap is None else [wrap(tier) for tier in tiers]
         planner = build_planner(config, tiers, disk, block_bytes)
     except BaseException:
+        if shared is not None:
+            shared.close()
         for tier in tiers:
             tier.close()
         raise
-    return Parts(tiers, planner, block_bytes)
+    return Parts(tiers, planner, block_bytes, shared)
 
 
 def build_tiers(
@@ -219,7 +226,9 @@ def _planner(
     residency = Residency(levels, block_bytes, events)
     learners = [level for level in levels if isinstance(level.policy, DelayPolicy)]
     admission = _admission(config)
-    learns = learners or isinstance(admission, DelayAdmission)
+    pool = mooncake_config(config)
+    pins = pool is not None and pool.soft_pin
+    learns = learners or pins or isinstance(admission, DelayAdmission)
     model = _model(disk) if learns else None
     if model is not None and isinstance(admission, DelayAdmission):
         admission.model = model
@@ -285,7 +294,7 @@ def _policy(kind: type, name: str, capacity: int, block_bytes: int, seed: int) -
 def _tier(
     spec: TierConfig, block_bytes: int, directory: Directory | None, identity: str, ranks: int
 ) -> Tier:
-    capacity = spec.capacity // ranks
+    capacity = (spec.capacity or pool_share(spec)) // ranks
     if capacity < block_bytes:
         share = f" (of {spec.capacity} for {ranks} ranks)" if ranks > 1 else ""
         raise CapacityError(
@@ -309,18 +318,9 @@ def _tier(
             ranks=ranks,
         )
     if isinstance(spec, MooncakeConfig):
-        return _mooncake_tier(spec, capacity, block_bytes, identity)
+        return mooncake_tier(spec, capacity, block_bytes, identity)
     assert isinstance(spec, PluginTierConfig)
     return _plugin_tier(spec, capacity, block_bytes)
-
-
-def _mooncake_tier(
-    spec: MooncakeConfig, capacity: int, block_bytes: int, identity: str
-) -> MooncakeTier:
-    slot_count(spec.label, capacity, block_bytes)  # complains before the pool is joined
-    client = PoolClient(spec.master, spec.segment, spec.protocol, spec.devices, spec.host)
-    staged = spec.protocol != "tcp"
-    return MooncakeTier(spec.label, client, identity, capacity, block_bytes, staged=staged)
 
 
 def _plugin_tier(spec: PluginTierConfig, capacity: int, block_bytes: int) -> Tier:

@@ -77,6 +77,9 @@ class EvictionConfig(Model):
         return _plugin(POLICIES, value, BUILTIN_POLICIES)
 
 
+_ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
+
+
 class TierConfig(Model):
     """Fields that all kinds share."""
 
@@ -84,8 +87,7 @@ class TierConfig(Model):
     """Label in metrics and results; the kind by default."""
     kind: str
     capacity: Positive
-    """Bytes of payload (dram, hbm; mooncake: of this process's share of the pool) or of the
-    whole directory (nvme). A hard limit."""
+    """Bytes of payload (dram, hbm) or of the whole directory (nvme). A hard limit."""
     eviction: EvictionConfig | None = None
     """Overrides the global `eviction` for this tier."""
 
@@ -144,7 +146,10 @@ class MooncakeConfig(TierConfig):
     """Objects in the memory of a Mooncake pool, shared with all that use the same master."""
 
     kind: Literal["mooncake"]
-    master: str = Field(pattern=r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")
+    capacity: Size = ByteSize(0)
+    """Bytes of payload that are known here, whoever has put them; 0: 85 % of what the master
+    counts in all when the tier opens."""
+    master: str = Field(pattern=_ADDRESS)
     """`host:port` of the pool's master."""
     segment: Size = ByteSize(0)
     """Bytes of this process's memory that join the pool: 0 for none, else 16 MiB or more."""
@@ -153,6 +158,14 @@ class MooncakeConfig(TierConfig):
     """RDMA devices, separated by commas; by default the library chooses."""
     host: str | None = None
     """Address of this machine for the pool; by default the one that reaches the master."""
+    metrics: str | None = Field(default=None, pattern=_ADDRESS)
+    """`host:port` of the master's metrics; by default its host and port 9003."""
+    soft_pin: bool = True
+    """Keep what is put from the master's eviction for as long as its session is expected."""
+
+    @property
+    def meter_address(self) -> str:
+        return self.metrics or self.master.rpartition(":")[0] + ":9003"
 
     @field_validator("segment")
     @classmethod
@@ -333,13 +346,15 @@ def _contradictions(config: Config, origin: Origin) -> Iterator[str]:
             yield f"{where} is hbm, the fastest kind: there can be one, and it must be first"
         if tier.kind == "nvme" and i < last:
             yield f"{where} is nvme, the slowest kind: there can be one, and it must be last"
+        if tier.kind == "mooncake" and "mooncake" in (t.kind for t in config.tiers[:i]):
+            yield f"{where} is a second mooncake: there can be one; remove it"
 
 
 def _check_room(config: Config, origin: Origin) -> None:
     if config.block_bytes is None:
         return
     for i, tier in enumerate(config.tiers):
-        if tier.capacity < config.block_bytes:
+        if 0 < tier.capacity < config.block_bytes:
             raise CapacityError(
                 f"{origin.of(('tiers', i, 'capacity'))}: tiers[{i}].capacity = {tier.capacity} "
                 f"holds no block of block_bytes = {config.block_bytes}; "

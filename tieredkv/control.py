@@ -17,6 +17,7 @@ from tieredkv.index.durable import DurableIndex
 from tieredkv.planner import Planner
 from tieredkv.planner.plans import Effects
 from tieredkv.planner.sharing import publish
+from tieredkv.tiers.base import SharedCatalogue
 from tieredkv.types import Clock, Move, Outcome
 
 FLUSH_POLL = 0.05  # seconds between looks, when nothing has ended
@@ -32,12 +33,17 @@ class Control:
         limits: MoverConfig,
         index: DurableIndex | None,
         clock: Clock,
+        shared: SharedCatalogue | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.planner = planner
         self.block_bytes = block_bytes
         self.index = index
         self.clock = clock
+        self.shared = shared
+        """Of the shared tier, if there is one."""
+        self._apart = False
+        """What is stored from now on is not what others know by its keys."""
         self._limits = limits
         self._batch = max(1, limits.batch // block_bytes)
         self._changed = threading.Condition(self.lock)
@@ -51,6 +57,8 @@ class Control:
         """The last put that waited for room waited in vain: drop at once until a demotion ends."""
         if index is not None and planner.sessions.model is not None:
             index.learned = self._learned
+        if shared is not None:
+            shared.shed = self._shed
 
     # -- for subclasses -------------------------------------------------------------------
 
@@ -115,15 +123,18 @@ class Control:
     def clear(self, tier: int | None, *, until_reopened: bool = False) -> int:
         """Forget everything in one tier, or in all; blocks forgotten. Other calls wait for the
         commit of the new epoch: nothing may enter the index meanwhile. `until_reopened`: what
-        is stored from now on is of no use to the next process."""
+        is stored from now on is of no use to the next process, nor to others."""
 
         def work(planner: Planner) -> int:
             durable = self.index is not None and tier in (None, planner.res.durable)
             epoch = None
             if self.index is not None and durable:
                 epoch = self.index.new_epoch(until_reopened=until_reopened)
+            self._apart |= until_reopened
             return planner.clear(tier, epoch)
 
+        if self.shared is not None and tier in (None, self.planner.res.shared):
+            self.shared.remove_own()
         return self.apply(work)
 
     def apply(self, work: Callable[[Planner], int]) -> int:
@@ -139,6 +150,45 @@ class Control:
     def check(self) -> list[str]:
         with self.lock:
             return self.planner.check(list(self._moving.values()))
+
+    # -- the shared tier -------------------------------------------------------------------
+
+    def unknown(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """What others may have stored of this chain: the blocks behind those that are known
+        here."""
+        with self.lock:
+            self._check_open()
+            if self.shared is None or self._apart:
+                return ()
+            return keys[self.planner.match(keys).blocks :]
+
+    def adopt(self, keys: Sequence[bytes], found: int) -> None:
+        """The shared tier has the chain up to the `found` first blocks of those `unknown`."""
+        if not found:
+            return
+        with self.lock:
+            self._check_open()
+            if self._apart:
+                return
+            self.planner.adopt(keys, self.clock())
+            effects = self._drain()
+        self._start(effects.moves)
+
+    def _shed(self, blocks: int) -> None:
+        """Give so many blocks of the shared tier up."""
+        tier = self.planner.res.shared
+        assert tier is not None
+
+        def work(planner: Planner) -> int:
+            room, pool = planner.room, planner.res.levels[tier].pool
+            short = pool.free + blocks - room.make(tier, pool.free + blocks, self.clock())
+            if short:
+                room.demote(tier, short, self.clock())
+            return 0
+
+        with self.lock:
+            if not self._closed:
+                self.apply(work)
 
     # -- waits -----------------------------------------------------------------------------
 
@@ -164,6 +214,10 @@ class Control:
     def _note(self, moves: Sequence[Move]) -> None:
         for move in moves:
             self._moving[id(move)] = move
+            if self.shared is not None and move.dst == self.planner.res.shared:
+                self.shared.coming(move.keys)
+                if self.shared.soft_pins:
+                    move.pin = self.planner.sessions.stay(move.keys[-1])
 
     def _end(
         self, move: Move, read: Sequence[Outcome], write: Sequence[Outcome], *, expired: bool
@@ -177,6 +231,7 @@ class Control:
             # nobody hurried it: trying again at once would change nothing
             heard = [Outcome.FAILED if o is Outcome.BUSY else o for o in write]
         self._moving.pop(id(move), None)
+        self._catalogue(move, read, write)
         self.planner.finish(move, read, heard, self.clock())
         self._heard(move, read, write)
         if not expired:
@@ -190,16 +245,33 @@ class Control:
         self._changed.notify_all()
         return effects
 
+    def _catalogue(self, move: Move, read: Sequence[Outcome], write: Sequence[Outcome]) -> None:
+        """Tell the shared tier's catalogue what became of the move there."""
+        if self.shared is None:
+            return
+        if move.dst == self.planner.res.shared:
+            done = zip(move.keys, write, strict=True)
+            self.shared.stored([key for key, outcome in done if outcome is Outcome.OK])
+        if move.src == self.planner.res.shared:
+            bad = (Outcome.FAILED, Outcome.CORRUPT)
+            self.shared.lost([k for k, o in zip(move.keys, read, strict=True) if o in bad])
+
     def _background(self) -> None:
         """Publish; write back while the disk has nothing else to do, or at once under
         `through`."""
         durable = self.planner.res.durable
+        self._accept()
         if self.planner.res.unshared:
             publish(self.planner.res, self.planner.room, self.clock(), self._batch)
         if durable is None or not self.planner.res.dirty:
             return
         if self.planner.through or self._idle:
             self._write_back(durable, ahead=self.planner.room.late and not self.planner.through)
+
+    def _accept(self) -> None:
+        """Plan for the shared tier as long as it answers."""
+        if self.shared is not None:
+            self.planner.res.accept_shared(self.shared.available and not self._apart)
 
     def _write_back(self, durable: int, *, ahead: bool = False) -> None:
         """Want dirty blocks written, as many as keep all threads busy; `ahead`: only what is
@@ -214,6 +286,8 @@ class Control:
         """Collect what the planner wants; index changes are queued before the lock is given up."""
         effects = self.planner.drain()
         self._note(effects.moves)
+        if self.shared is not None and self.planner.res.withdrawn:
+            self.shared.left(self.planner.res.take_withdrawn())
         if effects.index is not None and self.index is not None:
             op = effects.index
             self.index.submit(op.puts, op.deletes, lambda ok: self._committed(op.ticket, ok))

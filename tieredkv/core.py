@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import cast
 
 from tieredkv.buffers import HostBlocks, RevocableViews
 from tieredkv.engine import Engine
 from tieredkv.mover import Transfer
 from tieredkv.planner.plans import PutPlan
-from tieredkv.tiers.base import SharedTier
 from tieredkv.types import Move, Outcome, Turn
 
 ROOM_ROUNDS = 8  # demotions cascade through few tiers; more rounds would not help
@@ -67,8 +65,7 @@ class Core(Engine):
             with self.lock:
                 self._check_open()
                 force = force or self._stalled
-                if self._shared is not None:
-                    self.planner.res.accept_shared(self._shared.available)
+                self._accept()
                 plan = self.planner.plan_put(keys, start, turn, self.clock(), force=force)
                 self._note(plan.moves)
                 self._background()
@@ -141,41 +138,16 @@ class Core(Engine):
     def discover(self, keys: Sequence[bytes]) -> None:
         """Learn which blocks behind the stored part of the chain others have put into the shared
         tier. One question to its master at most, for the fraction of a second."""
-        shared = self._shared
-        if shared is None:
-            return
-        with self.lock:
-            self._check_open()
-            known = self.planner.match(keys).blocks
-        found = shared.found(keys[known:]) if known < len(keys) else 0
-        if not found:
-            return
-        with self.lock:
-            self._check_open()
-            new, slots = self.planner.adopt(keys[: known + found], self.clock())
-            stale = shared.adopt(slots, new)
-            effects = self._drain()
-        self._start(effects.moves)
-        shared.drop(stale)
+        unknown = self.unknown(keys)
+        if self.shared is not None and unknown:
+            found = self.shared.answer(self.shared.ask(unknown), wait=True) or 0
+            self.adopt(keys[: len(keys) - len(unknown) + found], found)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forget these blocks and what hangs on them, also for others; how many there were."""
-        deleted = self.apply(lambda planner: planner.delete(keys))
-        if self._shared is not None:
-            self._shared.remove(keys)
-        return deleted
-
-    def clear(self, tier: int | None, *, until_reopened: bool = False) -> int:
-        """As of `Control`; of a shared tier what this process has stored goes."""
-        cleared = super().clear(tier, until_reopened=until_reopened)
-        if self._shared is not None and tier in (None, self.planner.res.shared):
-            self._shared.remove_own()
-        return cleared
-
-    @property
-    def _shared(self) -> SharedTier | None:
-        at = self.planner.res.shared
-        return None if at is None else cast(SharedTier, self.tiers[at])
+        if self.shared is not None:
+            self.shared.remove(keys)
+        return self.apply(lambda planner: planner.delete(keys))
 
     # -- get ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from tieredkv.index.durable import DurableIndex
 from tieredkv.metrics import Metrics
 from tieredkv.mover import Mover, Transfer
 from tieredkv.planner import Planner
-from tieredkv.tiers.base import Tier
+from tieredkv.tiers.base import SharedCatalogue, Tier
 from tieredkv.types import Clock, Move, Outcome
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class Parts:
     tiers: list[Tier]
     planner: Planner
     block_bytes: int
+    shared: SharedCatalogue | None = None
 
 
 class Engine(Control):
@@ -45,7 +46,7 @@ class Engine(Control):
         metrics: Metrics,
         clock: Clock,
     ) -> None:
-        super().__init__(parts.planner, parts.block_bytes, limits, index, clock)
+        super().__init__(parts.planner, parts.block_bytes, limits, index, clock, parts.shared)
         self.tiers = parts.tiers
         self.mover = mover
         self.metrics = metrics
@@ -68,6 +69,8 @@ class Engine(Control):
         if not ended:
             log.error("close: operations still hang after %.1f s; their tiers stay open", timeout)
             return False
+        if self.shared is not None:
+            self.shared.close()
         for tier in self.tiers:
             tier.close()
         return True

@@ -10,7 +10,8 @@ from typing import Self
 
 from tieredkv import arguments
 from tieredkv.buffers import HostBlocks, host_blocks
-from tieredkv.build import Disk, WrapTier, build, load_policies, open_disk, shares
+from tieredkv.build import Disk, WrapTier, build, load_policies, open_disk
+from tieredkv.build_pool import mooncake_config
 from tieredkv.config import Config
 from tieredkv.core import Core
 from tieredkv.errors import BlockSizeError, ClosedError, ConfigError, UsageError
@@ -175,8 +176,7 @@ class TieredKVStore:
         with a tier of kind mooncake one question to its master about what is not known here."""
         began = time.perf_counter()
         chain = self._chain(keys, 0)
-        core = self._core
-        if core is None:
+        if (core := self._core) is None:
             return Match(0)
         core.discover(chain)
         with core.lock:
@@ -320,9 +320,10 @@ class TieredKVStore:
         self, chain: Sequence[bytes], host: HostBlocks, start: int, deadline: float
     ) -> list[Outcome]:
         began, asked = time.perf_counter(), len(chain) - start
+        if asked and (self._core is not None or mooncake_config(self.config)):
+            self._open(host.block_bytes)  # checks the size; others may have stored the blocks
         core, hits, outcomes = self._core, dict[str, int](), [Outcome.MISSING] * asked
-        if asked and (core is not None or shares(self.config)):  # others may have stored it
-            core = self._open(host.block_bytes)
+        if core is not None and asked:
             core.discover(chain)
             outcomes, hits = core.get(chain, host, start, deadline, self.config.promotion.enabled)
             host.finish(outcomes)

@@ -79,6 +79,8 @@ class Batch:
     keys: Sequence[bytes]
     generations: Sequence[int]
     epoch: int = 0
+    pin: float = 0.0
+    """Seconds for which a shared tier is to keep what is written; 0: it decides."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -104,6 +106,8 @@ class Move:
     src_slots: list[int] = field(default_factory=list)
     dst_slots: list[int] = field(default_factory=list)
     epoch: int = 0
+    pin: float = 0.0
+    """As of `Batch`."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -112,4 +116,6 @@ class Move:
         return Batch(self.src_slots[lo:hi], self.keys[lo:hi], self.generations[lo:hi], self.epoch)
 
     def write_batch(self, lo: int, hi: int) -> Batch:
-        return Batch(self.dst_slots[lo:hi], self.keys[lo:hi], self.generations[lo:hi], self.epoch)
+        return Batch(
+            self.dst_slots[lo:hi], self.keys[lo:hi], self.generations[lo:hi], self.epoch, self.pin
+        )

@@ -15,7 +15,7 @@ import pytest
 from tests.mooncake.pool import LEASE_MS, MIB, Owner, await_capacity, await_true, make_master
 from tests.mooncake.stores import chain, config, content, disk, memory, opened, put, right
 from tieredkv import Fingerprint, Outcome
-from tieredkv.tiers.mooncake.tier import SECONDS
+from tieredkv.tiers.mooncake.catalogue import SECONDS
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.mooncake.pool import (
     MIB,
     Owner,
     await_capacity,
+    await_true,
     bare_client,
     make_master,
 )
@@ -23,10 +25,11 @@ from tieredkv.errors import CapacityError
 from tieredkv.testing import TierSuite
 from tieredkv.testing.tier_suite import batch
 from tieredkv.tiers.base import Tier
+from tieredkv.tiers.mooncake.catalogue import QUESTIONS, Catalogue
 from tieredkv.tiers.mooncake.client import PoolClient
-from tieredkv.tiers.mooncake.objects import HEADER
+from tieredkv.tiers.mooncake.objects import HEADER, object_name
 from tieredkv.tiers.mooncake.tier import MooncakeTier
-from tieredkv.types import Outcome
+from tieredkv.types import Batch, Outcome
 
 SIZE, SLOTS = 8192, 32
 
@@ -37,6 +40,44 @@ def pool(mooncake_runs: None) -> Iterator[str]:
     with make_master() as master, Owner(master.address, 64 * MIB):
         await_capacity(master, 64 * MIB)
         yield master.address
+
+
+class Side(NamedTuple):
+    """What one process has of the pool."""
+
+    tier: MooncakeTier
+    catalogue: Catalogue
+
+    def found(self, keys: Sequence[bytes]) -> int:
+        found = self.catalogue.answer(self.catalogue.ask(keys), wait=True)
+        assert found is not None
+        return found
+
+    def write(self, wanted: Batch, data: np.ndarray) -> list[Outcome]:
+        self.catalogue.coming(wanted.keys)
+        outcomes = self.tier.write(wanted, data)
+        self.catalogue.stored(
+            k for k, o in zip(wanted.keys, outcomes, strict=True) if o is Outcome.OK
+        )
+        return outcomes
+
+    def read(self, wanted: Batch, out: np.ndarray) -> list[Outcome]:
+        outcomes = self.tier.read(wanted, out)
+        self.catalogue.lost(
+            k for k, o in zip(wanted.keys, outcomes, strict=True) if o is not Outcome.OK
+        )
+        return outcomes
+
+    def close(self) -> None:
+        self.catalogue.close()
+        self.tier.close()
+
+
+def side(pool: str, identity: str | None = None, size: int = SIZE) -> Side:
+    tier = opened(pool, identity, size)
+    catalogue = Catalogue(tier.client, [tier.identity], size, None)
+    tier.refused = catalogue.doomed
+    return Side(tier, catalogue)
 
 
 def opened(pool: str, identity: str | None = None, size: int = SIZE) -> MooncakeTier:
@@ -79,13 +120,13 @@ class TestOwnMemory(TestBuffersOfTheCaller):
 
 
 @pytest.fixture
-def pair(pool: str) -> Iterator[tuple[MooncakeTier, MooncakeTier]]:
-    """Two processes' tiers with one identity."""
+def pair(pool: str) -> Iterator[tuple[Side, Side]]:
+    """Two processes with one identity."""
     identity = uuid.uuid4().hex
-    tiers = opened(pool, identity), opened(pool, identity)
-    yield tiers
-    for tier in tiers:
-        tier.close()
+    sides = side(pool, identity), side(pool, identity)
+    yield sides
+    for one in sides:
+        one.close()
 
 
 def rows(slots: list[int], fill: int = 0) -> np.ndarray:
@@ -93,20 +134,19 @@ def rows(slots: list[int], fill: int = 0) -> np.ndarray:
 
 
 def test_what_one_has_stored_the_other_finds_and_reads(
-    pair: tuple[MooncakeTier, MooncakeTier],
+    pair: tuple[Side, Side],
 ) -> None:
     one, other = pair
     keys = batch([1, 2, 3]).keys
     assert other.found(keys) == 0
     assert one.write(batch([1, 2]), rows([1, 2])) == [Outcome.OK] * 2
     assert other.found(keys) == 2
-    assert other.adopt([7, 8], keys[:2]) == []
     out = rows([0, 0])
     assert other.read(batch([1, 2]), out) == [Outcome.OK] * 2
     assert np.array_equal(out, rows([1, 2]))
 
 
-def test_the_first_gap_ends_what_is_found(pair: tuple[MooncakeTier, MooncakeTier]) -> None:
+def test_the_first_gap_ends_what_is_found(pair: tuple[Side, Side]) -> None:
     one, other = pair
     assert one.write(batch([1, 3]), rows([1, 3])) == [Outcome.OK] * 2
     assert other.found(batch([1, 2, 3]).keys) == 1
@@ -115,7 +155,7 @@ def test_the_first_gap_ends_what_is_found(pair: tuple[MooncakeTier, MooncakeTier
 
 
 def test_another_identity_sees_nothing(pool: str) -> None:
-    one, other = opened(pool), opened(pool)
+    one, other = side(pool), side(pool)
     assert one.write(batch([1]), rows([1])) == [Outcome.OK]
     assert other.found(batch([1]).keys) == 0
     assert other.read(batch([1]), rows([0])) == [Outcome.FAILED]
@@ -123,7 +163,7 @@ def test_another_identity_sees_nothing(pool: str) -> None:
     other.close()
 
 
-def test_who_stores_it_second_finds_it_stored(pair: tuple[MooncakeTier, MooncakeTier]) -> None:
+def test_who_stores_it_second_finds_it_stored(pair: tuple[Side, Side]) -> None:
     for tier in pair:
         assert tier.write(batch([4]), rows([4])) == [Outcome.OK]
     out = rows([0])
@@ -131,28 +171,129 @@ def test_who_stores_it_second_finds_it_stored(pair: tuple[MooncakeTier, Mooncake
     assert np.array_equal(out, rows([4]))
 
 
-def test_a_slot_that_is_used_again_gives_its_block_up(
-    pair: tuple[MooncakeTier, MooncakeTier],
-) -> None:
+def gone(side: Side, keys: Sequence[bytes]) -> None:
+    """Wait until all removals were tried, and see that the pool has none of these. (Asking
+    earlier would renew their leases.)"""
+    catalogue = side.catalogue
+    await_true("they are removed", lambda: not (catalogue._leaving or catalogue.doomed))
+    names = [object_name(side.tier.identity, key) for key in keys]
+    assert set(side.tier.client.exist(names)) == {0}
+
+
+def test_what_leaves_here_is_removed_if_it_is_ours(pair: tuple[Side, Side]) -> None:
+    one, other = pair
+    assert one.write(batch([4, 5]), rows([4, 5])) == [Outcome.OK] * 2
+    assert other.write(batch([6]), rows([6])) == [Outcome.OK]
+    time.sleep(1.5 * LEASE_MS / 1000)
+    one.catalogue.left(batch([4, 6]).keys)
+    gone(one, batch([4]).keys)
+    assert other.found(batch([5]).keys) == other.found(batch([6]).keys) == 1
+
+
+def test_what_leaves_here_stays_while_others_read_it(pair: tuple[Side, Side]) -> None:
     one, other = pair
     assert one.write(batch([4]), rows([4])) == [Outcome.OK]
+    assert other.read(batch([4]), rows([0])) == [Outcome.OK]  # leases it
+    one.catalogue.left(batch([4]).keys)
+    await_true("it was tried", lambda: not one.catalogue._leaving)
     time.sleep(1.5 * LEASE_MS / 1000)
-    assert one.write(batch([4], generation=2), rows([5])) == [Outcome.OK]
-    assert other.found(batch([4]).keys) == 0
-    assert other.found(batch([4], generation=2).keys) == 1
+    assert other.read(batch([4]), rows([0])) == [Outcome.OK]
+
+
+def test_what_comes_back_in_time_is_not_removed(pair: tuple[Side, Side]) -> None:
+    one, other = pair
+    assert one.write(batch([4]), rows([4])) == [Outcome.OK]
+    with one.catalogue._wake:  # the thread that removes has no turn meanwhile
+        one.catalogue.left(batch([4]).keys)
+        one.catalogue.coming(batch([4]).keys)
+    time.sleep(1.5 * LEASE_MS / 1000)
+    assert other.found(batch([4]).keys) == 1
+
+
+def test_all_that_is_ours_can_be_removed(pair: tuple[Side, Side]) -> None:
+    one, other = pair
+    assert one.write(batch([4, 5]), rows([4, 5])) == [Outcome.OK] * 2
+    assert other.write(batch([6]), rows([6])) == [Outcome.OK]
+    one.catalogue.remove_own()
+    assert one.found(batch([4]).keys) == 0, "at once"
+    gone(one, batch([4, 5]).keys)  # though puts had leased them
+    assert other.found(batch([6]).keys) == 1
+
+
+def test_a_block_is_there_with_the_objects_of_all_ranks(pool: str) -> None:
+    name = uuid.uuid4().hex
+    ranks = [opened(pool, f"{name}/{rank}") for rank in range(3)]
+    client = PoolClient(pool, 0, "tcp", "", LOCALHOST)
+    catalogue = Catalogue(client, [rank.identity for rank in ranks], 3 * SIZE, None)
+    keys = batch([1, 2, 3]).keys
+
+    def found() -> int | None:
+        return catalogue.answer(catalogue.ask(keys), wait=True)
+
+    for i, rank in enumerate(ranks):
+        assert found() == 0
+        assert rank.write(batch([1, 2][: 2 - i // 2]), rows([1, 2][: 2 - i // 2])).count("ok")
+    assert found() == 1
+    catalogue.remove(keys)
+    for rank in ranks:
+        gone(Side(rank, catalogue), keys)
+        rank.close()
+    catalogue.close()
+
+
+@pytest.mark.parametrize(
+    ("used", "own", "excess"),
+    [(80, 80, 0), (85, 85, 0), (95, 95, 10), (95, 19, 2), (100, 0, 0), (100, 50, 8), (0, 0, 0)],
+)
+def test_above_the_watermark_everybody_gives_up_his_share(used: int, own: int, excess: int) -> None:
+    catalogue = Catalogue(Nobody("127.0.0.1:1", 0, "tcp", "", None), ["x"], 10, None)
+    catalogue.stored([bytes([i]) for i in range(own)])
+    assert catalogue._excess(used * 10, 1000) == excess
+    catalogue.close()
+
+
+class Nobody(PoolClient):
+    """A client that does not wait for its pool."""
+
+    def __init__(self, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tieredkv.tiers.mooncake.client.OPENING", 0.0)
+            super().__init__(*args)
+
+
+def test_questions_of_a_pool_that_is_down_are_answered_at_once() -> None:
+    catalogue = Catalogue(Nobody("127.0.0.1:1", 0, "tcp", "", None), ["x"], 10, None)
+    began = time.monotonic()
+    for _ in range(100):
+        assert catalogue.answer(catalogue.ask([b"k"]), wait=False) == 0
+    assert time.monotonic() - began < 0.1
+    catalogue.close()
+    assert catalogue.answer(catalogue.ask([b"k"]), wait=False) == 0
+
+
+def test_too_many_questions_are_answered_with_nothing(pool: str) -> None:
+    one = side(pool)
+    assert one.write(batch([1]), rows([1])) == [Outcome.OK]
+    with one.catalogue._wake:
+        asked = [one.catalogue.ask(batch([1]).keys) for _ in range(2 * QUESTIONS)]
+        at_once = [one.catalogue.answer(question, wait=False) for question in asked]
+    assert at_once == [None] * QUESTIONS + [0] * QUESTIONS
+    answers = [one.catalogue.answer(question, wait=True) for question in asked]
+    assert answers == [1] * QUESTIONS + [0] * QUESTIONS
+    one.close()
 
 
 def test_deleted_blocks_stay_away_even_while_they_are_leased(
-    pair: tuple[MooncakeTier, MooncakeTier],
+    pair: tuple[Side, Side],
 ) -> None:
     one, other = pair
     keys = batch([4]).keys
     assert one.write(batch([4]), rows([4])) == [Outcome.OK]
     assert other.found(keys) == 1  # leases it
-    one.remove(keys)
+    one.catalogue.remove(keys)
     assert one.found(keys) == 0
     assert one.write(batch([4]), rows([4], fill=1)) == [Outcome.BUSY], "old bytes would win"
-    time.sleep(1.5 * LEASE_MS / 1000)
+    await_true("it is removed", lambda: not one.catalogue.doomed)
     assert one.write(batch([4]), rows([4], fill=1)) == [Outcome.OK]
     out = rows([0])
     assert other.read(batch([4]), out) == [Outcome.OK]
@@ -161,7 +302,7 @@ def test_deleted_blocks_stay_away_even_while_they_are_leased(
 
 @pytest.mark.parametrize("damage", ["bytes", "header", "name"])
 def test_foreign_bytes_under_our_name_are_never_read_as_ours(pool: str, damage: str) -> None:
-    tier = opened(pool, "shared")
+    tier = side(pool, "shared")
     assert tier.write(batch([1, 2], 9), rows([1, 2])) == [Outcome.OK] * 2
     names = [f"shared/{key.hex()}" for key in batch([1, 2], 9).keys]
     time.sleep(1.5 * LEASE_MS / 1000)
@@ -182,8 +323,8 @@ def test_foreign_bytes_under_our_name_are_never_read_as_ours(pool: str, damage: 
 
 @pytest.mark.parametrize("size", [1, SIZE, SIZE + HEADER.size - 1, SIZE + HEADER.size + 1])
 def test_objects_of_another_size_are_misses(pool: str, size: int) -> None:
-    tier = opened(pool)
-    name = f"{tier.identity}/{batch([1]).keys[0].hex()}"
+    tier = side(pool)
+    name = object_name(tier.tier.identity, batch([1]).keys[0])
     with bare_client(pool) as store:
         assert store.put(name, bytes(size)) == 0
     assert tier.read(batch([1]), rows([0])) == [Outcome.FAILED]

@@ -6,14 +6,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tieredkv.build import nvme_config, shares
+from tieredkv.build import nvme_config
 from tieredkv.config import Config
 from tieredkv.config_load import parse
 from tieredkv.connector import identity
 from tieredkv.connector.scheduler import Scheduler
 from tieredkv.connector.sides import Geometry
 from tieredkv.connector.worker import Worker
-from tieredkv.errors import ConfigError
 from tieredkv.types import Fingerprint
 
 if TYPE_CHECKING:
@@ -55,11 +54,6 @@ def setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
     wanted = config.block_tokens if "block_tokens" in config.model_fields_set else None
     name = identity.engine_name(vllm_config, config.connector)
     tiers = config.tiers
-    if shares(config):
-        raise ConfigError(
-            "tiers of kind mooncake: the vLLM connector has none yet; use dram and nvme, or the "
-            "tier through TieredKVStore"
-        )
     nvme = nvme_config(config)
     if nvme is not None:
         tiers = (*tiers[:-1], nvme.model_copy(update={"path": nvme.path / name}))

@@ -154,6 +154,10 @@ class DelayStatistics(Protocol):
         """The session is over, or its wait is counted no further."""
         ...
 
+    def stay(self, session: SessionState) -> float:
+        """Seconds of its wait for which the session is worth keeping; 0: for none."""
+        ...
+
     def state(self) -> bytes:
         """What was learned, for the next process; of bounded size."""
         ...

@@ -42,6 +42,7 @@ from tieredkv.eviction.delay_table import (
     Floats,
     Table,
     bin_of,
+    stay_of,
     table_of,
 )
 
@@ -203,6 +204,11 @@ class DelayModel:
                 cls.tables.clear()
             table = cls.tables[scale] = table_of(cls.hazard, scale)
         return table
+
+    def stay(self, session: SessionState) -> float:
+        """Seconds after the end of its last turn by which nearly all sessions like it that come
+        back have done so; 0 where less than half do."""
+        return stay_of(self._of[session.group].hazard, session.scale or _NEUTRAL)
 
     # -- what it has learned --------------------------------------------------------------
 

@@ -32,6 +32,8 @@ STEP = 0.5
 """Factors are rounded to powers of two of this exponent."""
 RARE = 1e-9
 """Share of a class that still waits, below which sums over its waits are not exact enough."""
+NEARLY_ALL = 0.9
+"""Share of those that come back, by whose time `stay` is long enough."""
 PHASE_OF = [sum(edge <= upper for edge in PHASES) for upper in (UPPER - WIDTH / 2).tolist()]
 PHASE_COUNT = len(PHASES) + 1
 
@@ -53,10 +55,19 @@ class Table:
     """Probability that it comes back at all."""
 
 
+def stay_of(hazard: Floats, scale: tuple[int, ...]) -> float:
+    """Seconds of a wait by which `NEARLY_ALL` of those that ever come back have done so; 0 where
+    less than half of all do. Arguments as of `table_of`."""
+    alive = np.cumprod(np.exp(-hazard * _factor(scale)))
+    back = 1.0 - alive
+    if back[-1] < 0.5:
+        return 0.0
+    return float(UPPER[np.searchsorted(back, NEARLY_ALL * back[-1])])
+
+
 def table_of(hazard: Floats, scale: tuple[int, ...]) -> Table:
     """Of the hazard per bin, and per phase the exponent of the factor in `STEP`s."""
-    factor = np.array([2.0 ** (STEP * exponent) for exponent in scale])[PHASE_OF]
-    h = -np.expm1(-hazard * factor)
+    h = -np.expm1(-hazard * _factor(scale))
     alive = np.concatenate(([1.0], np.cumprod(1.0 - h)))
     hits = np.concatenate(([0.0], np.cumsum(alive[:-1] * h))).tolist()
     held = np.concatenate(([0.0], np.cumsum(alive[:-1] * (1.0 - h / 2) * WIDTH))).tolist()
@@ -77,3 +88,8 @@ def table_of(hazard: Floats, scale: tuple[int, ...]) -> Table:
         index[here] = best
     returns = 1.0 - np.cumprod((1.0 - h)[::-1])[::-1]
     return Table(index, returns.tolist())
+
+
+def _factor(scale: tuple[int, ...]) -> Floats:
+    factor: Floats = np.array([2.0 ** (STEP * exponent) for exponent in scale])[PHASE_OF]
+    return factor

@@ -241,17 +241,16 @@ class Ledger:
             self.res.install(run, 0, tier, piece.slots, reserved=False, leaf=leaf)
         return self.res.tree.blocks
 
-    def adopt(self, keys: Sequence[bytes], now: float) -> tuple[list[bytes], list[int]]:
-        """The shared tier has this chain, as others have stored it: (blocks that are new here,
-        the slots that stand for them there)."""
+    def adopt(self, keys: Sequence[bytes], now: float) -> int:
+        """The shared tier has this chain, as others have stored it; how many of its blocks are
+        new here."""
         known, run = self.res.tree.match(keys, visible=False)
         if known == len(keys) or (run is not None and not run.visible):
-            return [], []
+            return 0
         if run is not None and known < run.end:
             run = self.res.split(run, known - run.start)
         self._generation += 1
-        slots = adopt(self.res, self.room, run, keys[known:], now, self._generation)
-        return list(keys[known : known + len(slots)]), slots
+        return adopt(self.res, self.room, run, keys[known:], now, self._generation)
 
     # -- removal --------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ class Residency:
         self.shared = next((t for t, level in enumerate(levels) if level.shared), None)
         self.unshared: dict[int, None] = {}
         """Visible runs that the shared tier may lack, oldest first."""
+        self.withdrawn: list[bytes] = []
+        """Blocks that have left the shared tier since `take_withdrawn`."""
         self.dirty: dict[int, None] = {}
         """Visible runs with blocks that were never written to the durable tier, oldest first."""
         self.declined: set[int] = set()
@@ -149,6 +151,8 @@ class Residency:
         elif not lose:
             level.pool.give(slots)
         self._presence(run, tier, was)
+        if tier == self.shared:
+            self.withdrawn.extend(keys)
         if self.events is not None:
             self.events.add(EventKind.REMOVED, level.name, keys)
 
@@ -156,6 +160,10 @@ class Residency:
         """May blocks be put into the shared tier now?"""
         assert self.shared is not None
         self.levels[self.shared].accepts = accepts
+
+    def take_withdrawn(self) -> list[bytes]:
+        withdrawn, self.withdrawn = self.withdrawn, []
+        return withdrawn
 
     def take_deleted(self) -> list[Deletion]:
         deleted, self.deleted = self.deleted, []

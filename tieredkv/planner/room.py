@@ -103,8 +103,8 @@ class Room:
     def demote(self, tier: int, blocks: int, now: float, protect: Run | None = None) -> None:
         """Want the coldest dirty copies of `tier` copied one level down, up to `blocks`; room
         below is not made from the chain that `protect` ends."""
-        lower = tier + 1
-        if lower >= len(self.res.levels) or not self.res.levels[lower].accepts:
+        lower = self._below(tier)
+        if lower is None:
             return
         leaf = leaf_on_path(protect, tier)
 
@@ -113,7 +113,7 @@ class Room:
 
         for run, count in self.res.victims(tier, blocks, now, keep):
             if lower != self.res.durable:
-                self._copy_down(run, tier, count, now, protect)
+                self._copy_down(run, tier, lower, count, now, protect)
             elif self._wanted(run, now):
                 self._write_or_decline(run, now, max(blocks, self.low), protect)
 
@@ -281,8 +281,9 @@ class Room:
         """Does the budget allow anything to be written to the durable tier?"""
         return self.budget.available(1, now) > 0
 
-    def _copy_down(self, run: Run, tier: int, count: int, now: float, protect: Run | None) -> None:
-        lower = tier + 1
+    def _copy_down(
+        self, run: Run, tier: int, lower: int, count: int, now: float, protect: Run | None
+    ) -> None:
         writing = self.res.levels[lower].writing
         tail = [
             offset
@@ -347,20 +348,20 @@ class Room:
         tail = islice(run.tail(tier), count)
         return next((n for n, offset in enumerate(tail) if slots[offset] in pool.held), count)
 
+    def _below(self, tier: int) -> int | None:
+        """The next tier that takes anything."""
+        return next((t for t in self.tiers[tier + 1 :] if self.res.levels[t].accepts), None)
+
     def _memory_below(self, tier: int) -> int | None:
-        """The next tier if it is one of memory: what leaves `tier` goes there first."""
-        lower = tier + 1
-        if lower in self.tiers and lower != self.res.durable and self.res.levels[lower].accepts:
-            return lower
-        return None
+        """The same if it is one of memory: what leaves `tier` goes there first."""
+        lower = self._below(tier)
+        return None if lower == self.res.durable else lower
 
     def _refuge(self, run: Run, tier: int, now: float) -> bool:
         """Would a lower tier take the run's blocks?"""
-        lower = tier + 1
-        if lower >= len(self.res.levels) or not self.res.levels[lower].accepts:
-            return False
-        if lower != self.res.durable:
-            return True
+        lower = self._below(tier)
+        if lower is None or lower != self.res.durable:
+            return lower is not None
         return self._wanted(run, now)
 
     def _wanted(self, run: Run, now: float) -> bool:

@@ -15,6 +15,7 @@ from tieredkv.eviction.base import DelayStatistics, Kind, SessionState
 from tieredkv.index.prefix_tree import Run
 from tieredkv.planner.residency import Residency
 from tieredkv.planner.shadow import Guard
+from tieredkv.planner.visitors import CROWD
 from tieredkv.types import Turn
 
 SESSIONS = 1 << 16
@@ -57,6 +58,15 @@ class Sessions:
         """Whose next turn would go on from the end of `run`, if that is one session's."""
         there = list(islice(self._ending(run), 2))
         return there[0].id if len(there) == 1 else None
+
+    def stay(self, key: bytes) -> float:
+        """Seconds after the end of a turn for which the chain up to this block is worth keeping:
+        by then those of its sessions that come back have done so. 0: none is expected."""
+        run = self._res.tree.find(key)
+        if run is None or self.model is None:
+            return 0.0
+        waiting = islice(self._visitors.standing(run), CROWD)
+        return max((self.model.stay(state) for state in waiting), default=0.0)
 
     def began(self, session: str, now: float, *, announced: bool = True) -> SessionState:
         """The session's next turn is here."""

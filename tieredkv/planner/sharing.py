@@ -56,20 +56,18 @@ def _held(slots: Sequence[int] | None, offset: int) -> bool:
 
 
 def adopt(res: Residency, room: Room, run: Run | None, keys: Sequence[bytes], now: float,
-          generation: int) -> list[int]:  # fmt: skip
-    """Blocks that others have stored in the shared tier, `keys` behind the end of `run`: the
-    slots that stand for the first of them there. They are visible at once; where there is no
-    room the rest is left out."""
+          generation: int) -> int:  # fmt: skip
+    """Blocks that others have stored in the shared tier, `keys` behind the end of `run`, are
+    visible at once; where there is no room for all, the first of them. How many."""
     tier = res.shared
     assert tier is not None
     res.tree.check_new(keys)
     got = room.make(tier, len(keys), now, leaf_on_path(run, tier))
     if not got or (run is not None and run.id not in res.tree.runs):
-        return []
+        return 0
     child = res.tree.append(run, keys[:got], generation, now, None)
-    slots = res.levels[tier].pool.take(got)
-    res.install(child, 0, tier, slots, reserved=False)
+    res.install(child, 0, tier, res.levels[tier].pool.take(got), reserved=False)
     child.visible = True
     if res.lacks(child):
         res.declined.add(child.id)  # its writer writes it; here it has to be used first
-    return slots
+    return got

@@ -7,8 +7,8 @@ checked by inheriting `tieredkv.testing.TierSuite`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -74,36 +74,56 @@ class Tier(Protocol):
         ...
 
 
-class SharedTier(Tier, Protocol):
-    """A tier whose blocks other processes find by their keys, as this one finds theirs.
+class SharedCatalogue(Protocol):
+    """What a tier holds that other processes fill as well, asked and told where the planner is.
 
-    Which slot stands for which block is remembered here, by `write` and `adopt`; a slot that is
-    used again gives up the block before. A block may go at any time: then `read` fails.
+    Blocks are found by their keys; one may go at any time, and then `read` fails. Thread-safe,
+    and no call but `answer` with `wait` and `close` waits for anything.
     """
+
+    soft_pins: bool
+    """Are blocks to be kept for as long as their sessions are expected back?"""
+    shed: Callable[[int], object] | None
+    """Called, on any thread, with a number of blocks that this process is to give up."""
 
     @property
     def available(self) -> bool:
-        """Is the medium answering? While not, nothing is planned for it. Costs nothing."""
+        """Is the medium answering? While not, nothing is planned for it."""
         ...
 
-    def found(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks of these are there now: a hint. Waits a fraction of a second
-        at most, and not at all while the medium does not answer."""
+    def ask(self, keys: Sequence[bytes]) -> Any:
+        """Begin to ask how many leading blocks of these are there."""
         ...
 
-    def adopt(self, slots: Sequence[int], keys: Sequence[bytes]) -> Sequence[str]:
-        """These slots stand for these blocks now; what is to be given to `drop`. Does not
-        block."""
+    def answer(self, question: Any, *, wait: bool) -> int | None:
+        """So many, a hint; None if that is not known yet. `wait`: at most a fraction of a
+        second, then it is 0."""
         ...
 
-    def drop(self, stale: Sequence[str]) -> None:
-        """Remove what the slots stood for before, as far as nobody reads it."""
+    def lost(self, keys: Iterable[bytes]) -> None:
+        """These could not be read: they count as absent for a while."""
         ...
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove these blocks for everybody, as far as nobody reads them."""
+    def coming(self, keys: Iterable[bytes]) -> None:
+        """These are about to be written: do not remove them now."""
+        ...
+
+    def stored(self, keys: Iterable[bytes]) -> None:
+        """These were written, and are this process's own."""
+        ...
+
+    def left(self, keys: Iterable[bytes]) -> None:
+        """These have left the tier as far as this process is concerned: its own are removed."""
+        ...
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """Remove these for everybody, sooner or later; they are not found from now on."""
         ...
 
     def remove_own(self) -> None:
-        """Remove all blocks that slots stand for."""
+        """Remove all that this process has written."""
+        ...
+
+    def close(self) -> None:
+        """Release what it uses. Idempotent."""
         ...

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tieredkv.errors import ConfigError
-from tieredkv.executor import DaemonExecutor
 from tieredkv.tiers.mooncake.breaker import CircuitBreaker
 
 log = logging.getLogger(__name__)
@@ -33,8 +32,6 @@ SLOW = 1.8
 """Seconds after which a call has met something frozen: the library gives up after 1 to 2."""
 CONNECT = 0.2
 """Seconds for a connection to the master's port, before the library is let near it."""
-ASK = 0.25
-"""Seconds that a question of existence may take."""
 OPENING = 5.0
 """Seconds that a new client waits for its first connection."""
 CLOSING = 10.0
@@ -74,8 +71,6 @@ class PoolClient:
         self._running = 0
         self._closed = False
         self._regions: list[tuple[int, int]] = []
-        self._asking = threading.Lock()
-        self._lookups = DaemonExecutor(1, "tieredkv-mooncake-lookup")
         self._opened = threading.Event()
         self._prober = threading.Thread(
             target=self._probe, name="tieredkv-mooncake-probe", daemon=True
@@ -111,41 +106,30 @@ class PoolClient:
                     self._running -= 1
                     self._changed.notify_all()
                 if time.monotonic() - began > SLOW:
-                    self._broke("a call hung")
+                    self.broke("a call hung")
         finally:
             self._turns.release()
 
     def answered(self, codes: Sequence[int]) -> None:
         """Open the circuit if these say that the master is gone."""
         if not DOWN.isdisjoint(codes):
-            self._broke(f"error {min(codes)}")
+            self.broke(f"error {min(codes)}")
 
-    def exist(self, keys: list[str]) -> list[int] | None:
-        """1, 0 or an error code per key; None where that is not known in time."""
-        if not keys or not self.breaker.closed or not self._asking.acquire(blocking=False):
-            return None if keys else []
-        done = threading.Event()
-        found: list[list[int]] = []
+    def broke(self, reason: str) -> None:
+        """Keep everybody away until a probe has succeeded."""
+        if self.breaker.closed:
+            log.warning("mooncake master %s: %s; going on without the pool", self._master, reason)
+        self.breaker.failed()
+        with self._changed:
+            self._changed.notify_all()
 
-        def ask() -> None:
-            try:
-                codes = self.call(lambda store: list(store.batch_is_exist(keys)))
-                if codes is not None:
-                    self.answered(codes)
-                    found.append(codes)
-            finally:
-                self._asking.release()
-                done.set()
-
-        try:
-            self._lookups.submit(ask)
-        except RuntimeError:  # closed meanwhile
-            self._asking.release()
-            return None
-        if not done.wait(ASK):
-            self._broke("a question of existence hung")
-            return None
-        return found[0] if found else None
+    def exist(self, names: list[str]) -> list[int]:
+        """1, 0 or an error code per object; none at all where that is not known. May hang for
+        as long as the library does."""
+        codes = self.call(lambda store: list(store.batch_is_exist(names))) if names else []
+        if codes:
+            self.answered(codes)
+        return codes or []
 
     def close(self) -> bool:
         """Wait for what is under way, then leave the pool; False if something hangs: then the
@@ -154,7 +138,6 @@ class PoolClient:
             first, self._closed = not self._closed, True
             self._changed.notify_all()
             idle = self._changed.wait_for(lambda: not self._running, CLOSING)
-        self._lookups.close(ASK)
         self._prober.join(CLOSING)
         if not idle or self._prober.is_alive():
             log.error("mooncake: a call still hangs at close; its client stays")
@@ -164,13 +147,6 @@ class PoolClient:
         return True
 
     # -- inside ---------------------------------------------------------------------------
-
-    def _broke(self, reason: str) -> None:
-        if self.breaker.closed:
-            log.warning("mooncake master %s: %s; going on without the pool", self._master, reason)
-        self.breaker.failed()
-        with self._changed:
-            self._changed.notify_all()
 
     def _probe(self) -> None:
         """Look for the master while the circuit is open."""

@@ -30,6 +30,11 @@ FULL = frozenset({-200, -706, -708, -714})
 """Codes after which trying later may work: no room, or in use."""
 
 
+def object_name(identity: str, key: bytes) -> str:
+    """`identity`: all that makes the bytes of equal keys differ, the rank included."""
+    return f"{identity}/{key.hex()}"
+
+
 class Stage:
     """Memory of one call: headers, and copies of blocks that the library cannot reach."""
 

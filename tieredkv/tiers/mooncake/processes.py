@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 from tieredkv.errors import ConfigError
-from tieredkv.tiers.mooncake.child import LOCALHOST, PROBE, Process, binary, free_port
+from tieredkv.tiers.mooncake.child import LOCALHOST, Process, binary, free_port
+from tieredkv.tiers.mooncake.meter import fetch, metric
 
 __all__ = ["LOCALHOST", "MIN_OWNER_BYTES", "Master", "Owner", "Process", "binary", "free_port"]
 
@@ -71,11 +71,7 @@ class Master(Process):
 
         KeyError if there is no such metric.
         """
-        for line in self._get("/metrics").splitlines():
-            found, _, value = line.partition(" ")
-            if found == name:
-                return float(value)
-        raise KeyError(name)
+        return metric(self._get("/metrics"), name)
 
     def capacity(self) -> int:
         """Bytes of all owners and of clients that lend memory; OSError as `metric`."""
@@ -92,14 +88,7 @@ class Master(Process):
         return health.get("service_ready") is True and super()._serves()
 
     def _get(self, path: str) -> str:
-        connection = HTTPConnection(self.host, self.metrics_port, timeout=PROBE)
-        try:
-            connection.request("GET", path)
-            return connection.getresponse().read().decode()
-        except HTTPException as error:
-            raise OSError(f"no HTTP answer from {self.host}:{self.metrics_port}") from error
-        finally:
-            connection.close()
+        return fetch(self.host, self.metrics_port, path)
 
 
 class Owner(Process):

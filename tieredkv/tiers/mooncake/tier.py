@@ -2,38 +2,38 @@
 
 A block is one object: a header of 32 bytes, then the bytes of the block. Its name has the whole
 identity of the block, so that equal names mean equal bytes, and whoever stored it first has
-stored it for all. The master alone knows what exists; what this process remembers are the blocks
-that it counts as its own, one per slot.
+stored it for all. Slots are numbers only: what is there, and what goes, is the business of
+`catalogue`.
 """
 
 from __future__ import annotations
 
 import importlib
 import queue
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from functools import partial
+from math import ceil
 from typing import Any, TypeAlias
 
 import numpy as np
-from cachetools import TTLCache
 
 from tieredkv.buffers import check_batch
 from tieredkv.tiers.base import BlockBuffers, Bytes
 from tieredkv.tiers.mooncake.client import CALLS, TURN, PoolClient
-from tieredkv.tiers.mooncake.objects import ABSENT, HEADER, Stage, get_outcome, header, put_outcome
+from tieredkv.tiers.mooncake.objects import (
+    HEADER,
+    Stage,
+    get_outcome,
+    header,
+    object_name,
+    put_outcome,
+)
 from tieredkv.tiers.slab import slot_count
 from tieredkv.types import Batch, Outcome
 
-KNOWN, SECONDS = 1 << 16, 1.0
-"""Names whose existence is remembered, and for how long: each question renews a lease in the
-pool, and what is leased cannot be removed."""
-GONE = 10.0
-"""Seconds for which a block that could not be got counts as absent: as long as the master goes
-on listing what a dead process held (its `client_ttl`)."""
-RETRIED = 256
-"""Removals that are tried again with each other one."""
+LONGEST_PIN = 24 * 3600.0
+"""Seconds; Mooncake takes no more."""
 
 _Work: TypeAlias = "Callable[[list[str], list[Bytes], Stage], list[Outcome]]"
 
@@ -70,137 +70,49 @@ class MooncakeTier:
         self.block_bytes = block_bytes
         self.identity = identity
         """Begins the names of its objects."""
-        self._client, self._staged = client, staged
-        self._lock = threading.Lock()
-        self._name_in: dict[int, str] = {}
-        """Slot -> the name that it was last used for."""
-        self._slot_of: dict[str, int] = {}
-        self._doomed: dict[str, None] = {}
-        """Deleted, and perhaps still there because somebody was reading: not found any more."""
-        self._present: TTLCache[str, bool] = TTLCache(KNOWN, SECONDS)
-        self._absent: TTLCache[str, bool] = TTLCache(KNOWN, GONE)
+        self.client, self._staged = client, staged
+        self.refused: Container[bytes] = ()
+        """Blocks that are not to be put: older bytes of theirs are being removed."""
         self._regions: list[tuple[int, int]] = []
         self._stages: queue.Queue[Stage] = queue.Queue()
         for _ in range(CALLS):
             stage = Stage(block_bytes, staged)
             client.register(stage.address, stage.nbytes)
             self._stages.put(stage)
-        self._config = _replicate()
 
     @property
     def slots(self) -> int:
         return self._slots
 
-    @property
-    def available(self) -> bool:
-        return self._client.breaker.closed
-
     def register(self, address: int, nbytes: int) -> None:
         """Blocks in this memory need no copy. It must stay until `close`."""
         self._regions.append((address, nbytes))
-        self._client.register(address, nbytes)
+        self.client.register(address, nbytes)
 
     # -- the protocol ---------------------------------------------------------------------
 
     def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
         check_batch(batch, sources, self.block_bytes, self._slots)
-        names = self._names(batch.keys)
-        stale = self._claim(batch.slots, names)
-        with self._lock:  # or the old bytes of a deleted block would win
-            stale += [name for name in names if name in self._doomed]
-        self.drop(stale)
-        return self._parts(self._put, names, sources)
+        if any(key in self.refused for key in batch.keys):
+            return [Outcome.BUSY] * len(batch)
+        config = _replicate(batch.pin)
+        return self._parts(partial(self._put, config), batch, sources)
 
     def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
         check_batch(batch, targets, self.block_bytes, self._slots)
-        names = self._names(batch.keys)
-        return self._parts(self._get, names, targets)
+        return self._parts(self._get, batch, targets)
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
         return None
 
     def close(self) -> None:
-        self._client.close()
-
-    # -- sharing --------------------------------------------------------------------------
-
-    def found(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks of these the pool has: a hint, since they may go at any time.
-        One question to the master at most; 0 at once while it does not answer."""
-        names = self._names(keys)
-        with self._lock:
-            unknown = [name for name in names if name not in self._present]
-            gone = (at for at, n in enumerate(unknown) if n in self._absent or n in self._doomed)
-            del unknown[next(gone, len(unknown)) :]
-        codes = self._client.exist(unknown)
-        with self._lock:
-            for name, code in zip(unknown, codes or (), strict=False):
-                if code == 1:
-                    self._present[name] = True
-            return next((i for i, n in enumerate(names) if n not in self._present), len(names))
-
-    def adopt(self, slots: Sequence[int], keys: Sequence[bytes]) -> list[str]:
-        return self._claim(slots, self._names(keys))
-
-    def drop(self, stale: Sequence[str]) -> None:
-        """Unforced: a forced removal under a reader gives him mixed bytes."""
-        with self._lock:
-            names = [*stale, *islice(self._doomed, RETRIED)]
-            for name in names:
-                self._present.pop(name, None)
-        if not names:
-            return
-        codes = self._client.call(lambda store: [int(c) for c in store.batch_remove(names)])
-        if codes is None:
-            return
-        self._client.answered(codes)
-        with self._lock:
-            for name, code in zip(names, codes, strict=True):
-                if code == 0 or code in ABSENT:
-                    self._doomed.pop(name, None)
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        self._remove(self._names(keys))
-
-    def remove_own(self) -> None:
-        with self._lock:
-            names = list(self._slot_of)
-        self._remove(names)
+        self.client.close()
 
     # -- inside ---------------------------------------------------------------------------
 
-    def _remove(self, names: list[str]) -> None:
-        with self._lock:
-            for name in names:
-                slot = self._slot_of.pop(name, None)
-                if slot is not None:
-                    del self._name_in[slot]
-                self._doomed[name] = None
-            while len(self._doomed) > KNOWN:
-                del self._doomed[next(iter(self._doomed))]
-        for _ in range(0, len(names), RETRIED):
-            self.drop(())
-
-    def _names(self, keys: Iterable[bytes]) -> list[str]:
-        return [f"{self.identity}/{key.hex()}" for key in keys]
-
-    def _claim(self, slots: Sequence[int], names: Sequence[str]) -> list[str]:
-        """Use these slots for these names; the names that they stood for before, and that
-        nothing stands for now: they are to be removed."""
-        with self._lock:
-            before = [self._name_in.pop(slot, None) for slot in slots]
-            for name in before:
-                if name is not None:
-                    self._slot_of.pop(name, None)
-            for slot, name in zip(slots, names, strict=True):
-                old = self._slot_of.get(name)
-                if old is not None:
-                    self._name_in.pop(old, None)
-                self._name_in[slot], self._slot_of[name] = name, slot
-            return [name for name in before if name is not None and name not in self._slot_of]
-
-    def _parts(self, work: _Work, names: list[str], buffers: BlockBuffers) -> list[Outcome]:
+    def _parts(self, work: _Work, batch: Batch, buffers: BlockBuffers) -> list[Outcome]:
         """Several calls where one would be too long: its lease might end under it."""
+        names = [object_name(self.identity, key) for key in batch.keys]
         outcomes: list[Outcome] = []
         with self._stage() as stage:
             if stage is None:
@@ -214,7 +126,7 @@ class MooncakeTier:
                 outcomes += work(names[part], rows, stage)
         return outcomes
 
-    def _put(self, names: list[str], rows: list[Bytes], stage: Stage) -> list[Outcome]:
+    def _put(self, config: Any, names: list[str], rows: list[Bytes], stage: Stage) -> list[Outcome]:
         for i, (name, row) in enumerate(zip(names, rows, strict=True)):
             stage.header(i)[:] = header(name, row)
             if self._foreign(row):
@@ -222,38 +134,28 @@ class MooncakeTier:
                 rows[i] = stage.row(i)
         pointers, sizes = stage.lists(rows)
 
-        with self._lock:
-            if any(name in self._doomed for name in names):
-                return [Outcome.BUSY] * len(names)
-
         def put(store: Any) -> tuple[list[int], list[int]]:
-            codes = list(store.batch_put_from_multi_buffers(names, pointers, sizes, self._config))
+            codes = list(store.batch_put_from_multi_buffers(names, pointers, sizes, config))
             stored = [name for name, code in zip(names, codes, strict=True) if code == 0]
             return codes, list(store.batch_is_exist(stored)) if stored else []
 
-        answer = self._client.call(put)
+        answer = self.client.call(put)
         if answer is None:
             return [Outcome.FAILED] * len(names)
         codes, seen = answer
-        self._client.answered([*codes, *seen])
+        self.client.answered([*codes, *seen])
         visible = iter(seen)
-        outcomes = [put_outcome(code, visible) for code in codes]
-        with self._lock:
-            for name, outcome in zip(names, outcomes, strict=True):
-                self._absent.pop(name, None)
-                if outcome is Outcome.OK:
-                    self._present[name] = True
-        return outcomes
+        return [put_outcome(code, visible) for code in codes]
 
     def _get(self, names: list[str], rows: list[Bytes], stage: Stage) -> list[Outcome]:
         places = [stage.row(i) if self._foreign(row) else row for i, row in enumerate(rows)]
         pointers, sizes = stage.lists(places)
-        codes = self._client.call(
+        codes = self.client.call(
             lambda store: list(store.batch_get_into_multi_buffers(names, pointers, sizes))
         )
         if codes is None:
             return [Outcome.FAILED] * len(names)
-        self._client.answered(codes)
+        self.client.answered(codes)
         outcomes = []
         for i, (name, code) in enumerate(zip(names, codes, strict=True)):
             outcome = get_outcome(code, HEADER.size + self.block_bytes)
@@ -263,12 +165,9 @@ class MooncakeTier:
                 if not np.array_equal(stage.header(i), header(name, rows[i])):
                     outcome = Outcome.CORRUPT
             outcomes.append(outcome)
-        with self._lock:
-            for name, outcome in zip(names, outcomes, strict=True):
-                if outcome is Outcome.FAILED:
-                    self._present.pop(name, None)
-                    self._absent[name] = True
-        self.drop([n for n, o in zip(names, outcomes, strict=True) if o is Outcome.CORRUPT])
+        corrupt = [n for n, o in zip(names, outcomes, strict=True) if o is Outcome.CORRUPT]
+        if corrupt:  # for everybody, as far as nobody reads it
+            self.client.call(lambda store: store.batch_remove(corrupt))
         return outcomes
 
     def _foreign(self, row: Bytes) -> bool:
@@ -292,7 +191,12 @@ class MooncakeTier:
             self._stages.put(stage)
 
 
-def _replicate() -> Any:
-    config = importlib.import_module("mooncake.store").ReplicateConfig()
+def _replicate(pin: float) -> Any:
+    """How objects are put: once, and for so many seconds not evicted by the master."""
+    library = importlib.import_module("mooncake.store")
+    config = library.ReplicateConfig()
     config.replica_num = 1
+    if pin > 0:
+        config.soft_pin_action = library.SoftPinAction.ENABLE
+        config.soft_pin_ttl_ms = ceil(1000 * min(pin, LONGEST_PIN))
     return config
