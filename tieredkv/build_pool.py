@@ -21,18 +21,24 @@ def mooncake_config(config: Config) -> MooncakeConfig | None:
     return next((tier for tier in config.tiers if isinstance(tier, MooncakeConfig)), None)
 
 
-def open_catalogue(
-    config: Config, fingerprint: Fingerprint, block_bytes: int, ranks: int
-) -> SharedCatalogue | None:
-    """Of the pool that the workers of an engine share with others; None without one. With a
-    client of its own. `block_bytes` of all ranks together.
-
-    Raises ConfigError.
-    """
+def open_client(config: Config) -> PoolClient | None:
+    """Of a process that asks and moves no bytes; None without a pool. Raises ConfigError."""
     spec = mooncake_config(config)
-    if spec is None:
+    return None if spec is None else PoolClient(spec.master, 0, "tcp", "", spec.host)
+
+
+def open_catalogue(
+    config: Config,
+    fingerprint: Fingerprint,
+    client: PoolClient | None,
+    block_bytes: int,
+    ranks: int,
+) -> SharedCatalogue | None:
+    """Of what the workers of an engine share with others; None without a pool. `block_bytes` of
+    all ranks together."""
+    spec = mooncake_config(config)
+    if spec is None or client is None:
         return None
-    client = PoolClient(spec.master, 0, "tcp", "", spec.host)
     identities = [pool_identity(config, fingerprint, rank) for rank in range(ranks)]
     return catalogue(spec, client, identities, block_bytes)
 

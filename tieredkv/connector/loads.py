@@ -42,9 +42,12 @@ class Loads:
 
     def offer(self, match: Match, computed: int) -> tuple[int, int]:
         """(leading blocks of the match to load, those that could be loaded), where the engine
-        has `computed` tokens. Tiers that a load hangs in are left out. O(spans)."""
-        levels = self._shipping.planner.res.levels
+        has `computed` tokens. Tiers that a load hangs in, or that do not answer, are
+        left out. O(spans)."""
+        levels, shared = self._shipping.planner.res.levels, self._shipping.shared
         hanging = {levels[move.src].name for move in self._late if move.src is not None}
+        if shared is not None and not shared.available:
+            hanging.update(level.name for level in levels if level.shared)
         spans = list(takewhile(lambda span: span[0] not in hanging, match.spans))
         sound = sum(count for _, count in spans)
         if not self._recomputes:
@@ -95,7 +98,7 @@ class Loads:
         bad = next((depth for depth, outcome in outcomes if outcome is not Outcome.OK), None)
         if bad is not None:
             tracked.forbid(bad)
-        elif self._promotes and move.src == self._shipping.planner.res.durable:
+        elif self._promotes and move.src:
             self._promote(tracked, move)
 
     def late(self, jobs: Iterable[int]) -> None:
@@ -117,7 +120,7 @@ class Loads:
 
     def recomputed(self, tracked: Tracked, first: int, last: int) -> None:
         """The engine has computed these chunks, though a tier had them: had they been loaded,
-        those of the slowest tier would be promoted as well."""
+        those of slower tiers would be promoted as well."""
         per = self._per_chunk
         if not self._promotes or NULL in tracked.blocks[first * per : last * per]:
             return
@@ -127,7 +130,7 @@ class Loads:
                 run = res.tree.find(tracked.keys[depth])
                 if run is None or not run.visible:
                     continue
-                if run.fastest(depth - run.start) == res.durable:
+                if run.fastest(depth - run.start) > 0:
                     held[depth] = run.generation
             moves = self._copies(tracked, held) if held else []
         self._shipping.drain()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tieredkv.config import ConnectorConfig
 from tieredkv.types import Turn
+
+if TYPE_CHECKING:
+    from tieredkv.connector.sharing import Inquiry
 
 TOOL = "tool_use"
 
@@ -20,6 +23,8 @@ class Tracked:
     per_chunk: int
     """Block hashes of the engine in one chunk."""
     turn: Turn
+    inquiry: Inquiry | None = None
+    """What other engines have of it."""
     begun: bool = False
     """The planner knows that its turn is being served."""
     finishes: bool = False

@@ -16,8 +16,9 @@ from typing import Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tieredkv.build import open_disk
+from tieredkv.build_pool import open_client
 from tieredkv.config import Config
-from tieredkv.connector import turns
+from tieredkv.connector import sharing, turns
 from tieredkv.connector.bandwidth import Prefill
 from tieredkv.connector.events import translate
 from tieredkv.connector.loads import prefetch
@@ -45,12 +46,14 @@ class Scheduler:
     ) -> None:
         """`config`: with this engine's own directory and its chunk size.
 
-        Raises DirectoryInUse, DirectoryError, FormatError.
+        Raises DirectoryInUse, DirectoryError, FormatError, ConfigError.
         """
         self._config, self._geometry = config, geometry
         self._chunk = config.block_tokens
         self._stores, self._loads_too = role != "kv_consumer", role != "kv_producer"
+        self._fingerprint = fingerprint
         self._disk = open_disk(config, fingerprint, rank=None)
+        self._pool = open_client(config)
         self._asked: float | None = None
         """When the first request had to wait for the ranks' hello."""
         self._hellos: list[Hello] = []
@@ -75,6 +78,7 @@ class Scheduler:
         tracked = self._queued[request.request_id] = self._track(request)
         if self.sides is not None:
             turns.arrived(self.sides.shipping, tracked)
+            sharing.ask(self.sides.shipping, tracked)
 
     def lookup(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond `computed`, asynchronously); None: ask again.
@@ -93,10 +97,12 @@ class Scheduler:
             self._asked = self._asked or time.monotonic()
             late = time.monotonic() - self._asked > HELLO_WAIT
             return (0 if late or not request.block_hashes else None), False
+        shipping, _, loads = self.sides
+        if not sharing.answered(shipping, tracked):
+            return None, False
         keys = tracked.update_keys()
         if tracked.limit is not None:
             keys = keys[: tracked.limit]
-        shipping, _, loads = self.sides
         with shipping.lock:
             worth, sound = loads.offer(shipping.planner.match(keys), computed)
         tokens = worth * self._chunk
@@ -132,13 +138,17 @@ class Scheduler:
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the latest load come from."""
         tracked = self._requests.get(request.request_id)
-        disk = 0
+        found = dict.fromkeys(CacheHitSource, 0)
         if tracked is not None and self.sides is not None:
-            durable = self.sides.shipping.planner.res.durable
-            if durable is not None:
-                name = self.sides.shipping.planner.res.levels[durable].name
-                disk = min(tokens, tracked.hits.get(name, 0))
-        found = {CacheHitSource.HOST: tokens - disk, CacheHitSource.DISK: disk}
+            for level in self.sides.shipping.planner.res.levels:
+                source = (
+                    CacheHitSource.EXTERNAL_UNSPECIFIED if level.shared else CacheHitSource.HOST
+                )
+                source = CacheHitSource.DISK if level.durable else source
+                part = min(tokens, tracked.hits.get(level.name, 0))
+                found[source] += part
+                tokens -= part
+        found[CacheHitSource.HOST] += tokens
         return {source: count for source, count in found.items() if count}
 
     def finished(self, request: Any, blocks: Sequence[int]) -> None:
@@ -252,6 +262,9 @@ class Scheduler:
         """Commit what is queued for the index and give the directory back. Idempotent."""
         if self.sides is not None:
             self.sides.shipping.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
         disk, self._disk = self._disk, None
         if disk is not None and not disk.close(self._config.mover.close_deadline):
             log.error("close: a commit hangs; the directory stays locked")
@@ -352,7 +365,9 @@ class Scheduler:
             self.sides = open_sides(
                 self._config,
                 self._geometry,
+                self._fingerprint,
                 self._disk,
+                self._pool,
                 hellos,
                 self._pinning,
                 self._count,

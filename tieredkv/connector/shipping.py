@@ -12,6 +12,7 @@ from tieredkv.connector.wire import Job, Report, WorkerMetadata
 from tieredkv.control import Control
 from tieredkv.index.durable import DurableIndex
 from tieredkv.planner import Planner
+from tieredkv.tiers.base import SharedCatalogue
 from tieredkv.types import Clock, Move, Outcome
 
 Heard = Callable[[Move, Sequence[Outcome], Sequence[Outcome]], None]
@@ -52,8 +53,9 @@ class Shipping(Control):
         clock: Clock,
         ranks: int,
         heard: Heard,
+        shared: SharedCatalogue | None = None,
     ) -> None:
-        super().__init__(planner, chunk_bytes, limits, index, clock)
+        super().__init__(planner, chunk_bytes, limits, index, clock, shared)
         self.shipped: dict[int, Shipped] = {}
         self.progress = time.monotonic()
         """When anything was last sent or heard."""
@@ -160,3 +162,5 @@ class Shipping(Control):
         """Nothing goes to the index any more."""
         with self.lock:
             self._closed = self._finished = True
+        if self.shared is not None:
+            self.shared.close()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tieredkv.build import Disk, build_planner
+from tieredkv.build_pool import open_catalogue
 from tieredkv.config import Config
 from tieredkv.connector.bandwidth import Prefill
 from tieredkv.connector.loads import Loads
@@ -15,6 +16,8 @@ from tieredkv.connector.saves import Saves
 from tieredkv.connector.shipping import Heard, Shipping
 from tieredkv.connector.wire import Hello
 from tieredkv.errors import UsageError
+from tieredkv.tiers.mooncake.client import PoolClient
+from tieredkv.types import Fingerprint
 
 
 class Slots(NamedTuple):
@@ -48,7 +51,9 @@ class Sides(NamedTuple):
 def open_sides(
     config: Config,
     geometry: Geometry,
+    fingerprint: Fingerprint,
     disk: Disk | None,
+    pool: PoolClient | None,
     hellos: Sequence[Hello],
     pinning: Pinning,
     heard: Heard,
@@ -70,7 +75,9 @@ def open_sides(
         disk.index.set_map_limit(min(hello.index_bytes for hello in hellos))
     planner = build_planner(config, tiers, disk, size)
     index = disk.index if disk else None
-    shipping = Shipping(planner, size, config.mover, index, time.time, geometry.ranks, heard)
+    shared = open_catalogue(config, fingerprint, pool, size, geometry.ranks)
+    limits, ranks = config.mover, geometry.ranks
+    shipping = Shipping(planner, size, limits, index, time.time, ranks, heard, shared)
     saves = Saves(shipping, config, geometry.block, pinning)
     loads = Loads(shipping, config, geometry.block, saves.copy, prefill)
     return Sides(shipping, saves, loads)

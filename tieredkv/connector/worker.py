@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tieredkv.build import build_tiers, nvme_config
+from tieredkv.build_pool import pool_identity
 from tieredkv.config import Config
 from tieredkv.connector.layout import PagedBlocks, PagedCache
 from tieredkv.connector.wire import Hello, Job, Load, Outcomes, Report, StepMetadata, WorkerMetadata
@@ -69,6 +70,7 @@ class Worker:
     def __init__(self, config: Config, fingerprint: Fingerprint, rank: int, ranks: int) -> None:
         """`config`: with this engine's own directory. Raises DirectoryInUse, DirectoryError."""
         self._config, self._ranks = config, ranks
+        self._identity = pool_identity(config, fingerprint, rank)
         self._directory: Directory | None = None
         nvme = nvme_config(config)
         if nvme is not None:
@@ -98,7 +100,7 @@ class Worker:
         config = self._config
         self._cache = PagedCache(tensors, num_blocks, config.block_tokens // block_tokens)
         size = self._cache.chunk_bytes
-        self.tiers = build_tiers(config, self._directory, size, "", self._ranks)
+        self.tiers = build_tiers(config, self._directory, size, self._identity, self._ranks)
         # Queues need no bound of their own: whatever is queued holds engine blocks.
         bound = max(1, num_blocks) * size
         threads = config.mover.threads

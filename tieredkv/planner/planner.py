@@ -146,10 +146,9 @@ class Planner(Ledger):
         self, blocks: int, run: Run | None, now: float, force: bool
     ) -> tuple[list[tuple[int, int]], bool]:
         """((tier, free slots) for a put after `run`, whether waiting may bring more)."""
-        levels = self.res.levels
-        tiers = [
-            t for t, level in enumerate(levels) if t != self.res.durable and level.accepts
-        ] or [0]
+        durable = self.res.durable
+        tiers = [t for t, level in enumerate(self.res.levels) if t != durable and level.accepts]
+        tiers = [0] if durable == 0 else tiers
         shares, wanted = dict.fromkeys(tiers, 0), blocks
         for drop in (False, True):
             for tier in tiers:

@@ -26,7 +26,7 @@ pool, and what is leased cannot be removed."""
 GONE = 10.0
 """Seconds for which a block that could not be got counts as absent: as long as the master goes
 on listing what a dead process held (its `client_ttl`)."""
-ASK = 0.5
+ASK = 1.0
 """Seconds that a question may take before the pool counts as down."""
 QUESTIONS = 64
 """Questions that wait at a time; further ones are answered with nothing at once."""

@@ -1,0 +1,45 @@
+"""What other engines have stored in a pool: asked once per request, from its arrival on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tieredkv.connector.requests import Tracked
+from tieredkv.connector.shipping import Shipping
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """A question about the chunks of a request that are not known here."""
+
+    keys: Sequence[bytes]
+    """The request's chain."""
+    known: int
+    """Chunks of it that were known."""
+    question: Any
+    """As of `SharedCatalogue.ask`; None once it is answered."""
+
+
+def ask(shipping: Shipping, tracked: Tracked) -> None:
+    """Begin to ask about the request. Repeatable."""
+    if tracked.inquiry is None and shipping.shared is not None:
+        keys = tuple(tracked.update_keys())
+        unknown = shipping.unknown(keys)
+        question = shipping.shared.ask(unknown)
+        tracked.inquiry = Inquiry(keys, len(keys) - len(unknown), question)
+
+
+def answered(shipping: Shipping, tracked: Tracked) -> bool:
+    """Is it known what others have of the request? Then it is in the planner. Never waits."""
+    ask(shipping, tracked)
+    inquiry, shared = tracked.inquiry, shipping.shared
+    if shared is None or inquiry is None or inquiry.question is None:
+        return True
+    found = shared.answer(inquiry.question, wait=False)
+    if found is None:
+        return False
+    inquiry.question = None
+    shipping.adopt(inquiry.keys[: inquiry.known + found], found)
+    return True
