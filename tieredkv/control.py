@@ -131,6 +131,7 @@ class Control:
             if self.index is not None and durable:
                 epoch = self.index.new_epoch(until_reopened=until_reopened)
             self._apart |= until_reopened
+            self.accept()
             return planner.clear(tier, epoch)
 
         if self.shared is not None and tier in (None, self.planner.res.shared):
@@ -260,7 +261,7 @@ class Control:
         """Publish; write back while the disk has nothing else to do, or at once under
         `through`."""
         durable = self.planner.res.durable
-        self._accept()
+        self.accept()
         if self.planner.res.unshared:
             publish(self.planner.res, self.planner.room, self.clock(), self._batch)
         if durable is None or not self.planner.res.dirty:
@@ -268,8 +269,8 @@ class Control:
         if self.planner.through or self._idle:
             self._write_back(durable, ahead=self.planner.room.late and not self.planner.through)
 
-    def _accept(self) -> None:
-        """Plan for the shared tier as long as it answers."""
+    def accept(self) -> None:
+        """Plan for the shared tier as long as it answers. The lock is held."""
         if self.shared is not None:
             self.planner.res.accept_shared(self.shared.available and not self._apart)
 

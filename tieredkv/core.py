@@ -65,7 +65,7 @@ class Core(Engine):
             with self.lock:
                 self._check_open()
                 force = force or self._stalled
-                self._accept()
+                self.accept()
                 plan = self.planner.plan_put(keys, start, turn, self.clock(), force=force)
                 self._note(plan.moves)
                 self._background()

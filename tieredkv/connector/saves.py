@@ -63,6 +63,7 @@ class Saves:
         since = tracked.waiting_since
         force = since is not None and time.monotonic() - since > self._room_wait
         with shipping.lock:
+            shipping.accept()
             planner, now = shipping.planner, shipping.clock()
             plan = planner.plan_put(keys, tracked.saved, tracked.turn, now, force=force)
             if plan.known < first and NULL not in tracked.blocks[: first * per]:
