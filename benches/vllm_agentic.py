@@ -4,7 +4,7 @@ Each engine's own cache holds little more than one context, so sessions evict ea
 All arms serve the same sessions, in alternating order, with requests routed `sticky` (a
 session stays with its engine) and `round_robin`. Our engines do not share a cache yet: with
 round robin each finds only what it has served itself, and `loss.unshared` says how much
-that is; ExampleConnector and LMCache do share.
+that is; ExampleConnector, LMCache and vLLM's own connector to Mooncake do share.
 
 Every answer is greedy and is compared with the first arm's. A different token counts as
 wrong unless the two best were equally likely in both arms: batches are composed differently,

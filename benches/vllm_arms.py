@@ -6,6 +6,7 @@ so that every run starts with an empty cache.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -15,10 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from benches.common import work_directory
-from benches.vllm_engine import KvTransfer
+from benches.vllm_engine import ENVIRONMENT, KvTransfer
+from tieredkv.errors import TieredKVError
+from tieredkv.tiers.mooncake.processes import Master, Owner
 
 CAPACITY = 512 << 20
 """Bytes of every cache: nothing is evicted from one."""
@@ -76,6 +80,55 @@ def lmcache(engines: int) -> Iterator[list[KvTransfer]]:
 
 
 @contextmanager
+def mooncake_own(engines: int) -> Iterator[list[KvTransfer]]:
+    """vLLM's own connector to Mooncake, as vLLM has it: one pool in memory for all engines.
+
+    It is told to store answers too, which it otherwise leaves to the next prompt.
+    """
+    with work_directory() as path, mooncake_pool(path) as master:
+        config = path / "mooncake.json"
+        settings = {
+            "mode": "standalone-store",  # the pool's memory is the owner's alone
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": master.address,
+            "protocol": "tcp",
+            "global_segment_size": 0,
+            "local_buffer_size": 64 << 20,  # loads and stores go past it
+        }
+        config.write_text(json.dumps(settings))
+        environment = {"MOONCAKE_CONFIG_PATH": str(config)}
+        # Part of the name of a socket, of which every engine of a machine needs its own.
+        names = [f"{path.name}-{i}" for i in range(engines)]
+        try:
+            yield [
+                _transfer(
+                    "MooncakeStoreConnector", {"save_decode_cache": True, "lookup_rpc_port": name}
+                )
+                | {ENVIRONMENT: environment}
+                for name in names
+            ]
+        finally:
+            for name in names:
+                for left in Path(tempfile.gettempdir()).glob(f"lookup_rpc_port_{name}_*"):
+                    left.unlink()
+
+
+@contextmanager
+def mooncake_pool(logs: Path) -> Iterator[Master]:
+    """A master, and one owner of `CAPACITY` that it counts."""
+    with (
+        Master(log=logs / "master.log") as master,
+        Owner(master.address, CAPACITY, log=logs / "owner.log"),
+    ):
+        deadline = time.monotonic() + START
+        while master.capacity() != CAPACITY:
+            if time.monotonic() > deadline:
+                raise TieredKVError(f"the Mooncake master counts {master.capacity():,} bytes")
+            time.sleep(0.02)
+        yield master
+
+
+@contextmanager
 def dram(engines: int) -> Iterator[list[KvTransfer]]:
     """Ours in memory; every engine has a cache of its own."""
     yield [_ours({"kind": "dram", "capacity": CAPACITY})] * engines
@@ -93,6 +146,7 @@ ARMS: dict[str, Arm] = {
     "none": none,
     "example": example,
     "lmcache": lmcache,
+    "mooncake_own": mooncake_own,
     "dram": dram,
     "nvme": nvme,
 }
@@ -102,8 +156,9 @@ PEERS = ("example", "lmcache")
 
 def absent(arm: str) -> str | None:
     """Why an arm cannot run here, or None."""
-    missing = arm == "lmcache" and find_spec("lmcache") is None
-    return "lmcache is not installed" if missing else None
+    package = {"lmcache": "lmcache", "mooncake_own": "mooncake"}.get(arm)
+    missing = package is not None and find_spec(package) is None
+    return f"{package} is not installed" if missing else None
 
 
 def _ours(tier: dict[str, Any], engine: str | None = None) -> KvTransfer:

@@ -23,7 +23,9 @@ IDLE = 0.001
 """Seconds between steps that have nothing to compute."""
 
 KvTransfer = dict[str, Any] | None
-"""vLLM's kv_transfer_config; None: no external cache."""
+"""vLLM's kv_transfer_config; None: no external cache. Under `ENVIRONMENT` it may have variables
+that are set before the engine is built."""
+ENVIRONMENT = "environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def main(conn: Connection, core: int, shape: Shape) -> None:
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_NO_USAGE_STATS="1",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        MOONCAKE_REQUESTER_LOCAL_HOSTNAME="127.0.0.1",  # read once: vLLM caches its variables
         TORCHDYNAMO_DISABLE="1",  # needs a compiler, and seconds, for one small kernel
     )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -115,6 +118,8 @@ class _Server:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         shape = self._shape
+        if transfer is not None:
+            os.environ.update(transfer.pop(ENVIRONMENT, {}))
         arguments: dict[str, Any] = {
             "model": shape.model,
             "skip_tokenizer_init": True,
@@ -162,7 +167,12 @@ class _Server:
             time.sleep(IDLE)  # an asynchronous load needs the interpreter, too
 
     def _close(self) -> None:
+        connector = self._engine.engine_core.engine_core.scheduler.connector
         self._engine.engine_core.shutdown()
+        # vLLM forgets the socket of its MooncakeStoreConnector, and collecting it never ends.
+        with suppress(AttributeError):
+            connector.connector_scheduler.client.close()
+        del connector
         self._engine = None
         gc.collect()
         self._conn.send(("closed", -1, None))
