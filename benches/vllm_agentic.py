@@ -2,9 +2,9 @@
 
 Each engine's own cache holds little more than one context, so sessions evict each other.
 All arms serve the same sessions, in alternating order, with requests routed `sticky` (a
-session stays with its engine) and `round_robin`. Our engines do not share a cache yet: with
+session stays with its engine) and `round_robin`. Where engines do not share a cache, with
 round robin each finds only what it has served itself, and `loss.unshared` says how much
-that is; ExampleConnector, LMCache and vLLM's own connector to Mooncake do share.
+that is.
 
 Every answer is greedy and is compared with the first arm's. A different token counts as
 wrong unless the two best were equally likely in both arms: batches are composed differently,
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benches.common import Result, interval
-from benches.vllm_arms import ARMS, CHUNK, OURS, PEERS, absent
+from benches.vllm_arms import ARMS, CHUNK, ON_DISK, OURS, PEERS, SHARED, absent
 from benches.vllm_engine import Answer, Shape
 from benches.vllm_fleet import Fleet, Served
 from benches.vllm_workload import VOCABULARY, Load, Turn, reusable, sessions
@@ -104,7 +104,7 @@ def run(size: Size | None = None) -> Iterator[Result]:
             yield Result(f"vllm_agentic.absent.{arm}", 1, "arm", None, None, None, None, 1, (1, 1))
         else:
             arms.append(arm)
-    _note("engines do not share a cache in the arms " + ", ".join(OURS))
+    _note("engines share a cache in the arms " + ", ".join(a for a in arms if a in SHARED))
     book = _measure(size, arms)
     for routing in size.routings:
         shares = _reusable(book, routing, arms[0])
@@ -177,7 +177,7 @@ def _figures(
 ) -> Iterator[Result]:
     prefix = f"vllm_agentic.{routing}.{arm}"
     runs, base = book.runs[routing, arm], book.runs[routing, reference]
-    judged = arm in OURS and routing == "sticky"
+    judged = arm in OURS and (routing == "sticky" or arm in SHARED)
     bar = OF_POTENTIAL if judged else None
     yield _ratio(f"{prefix}.hit", "%", [r.hit for r in runs], [potential] * len(runs), bar)
     for name, percent in (("p50", 50), ("p99", 99)):
@@ -193,7 +193,8 @@ def _versus(book: Book, routing: str, ours: str, peer: str) -> Iterator[Result]:
     share against engines that do not, a disk against memory."""
     prefix = f"vllm_agentic.{routing}.{ours}/{peer}"
     runs, others = book.runs[routing, ours], book.runs[routing, peer]
-    like = routing == "sticky" and (ours, peer) != ("nvme", "lmcache")
+    disk = ours in ON_DISK and peer not in ON_DISK
+    like = not disk and (routing == "sticky" or ours in SHARED or peer not in SHARED)
     bar = 1.0 if like else None
     left, right = ([r.ttft(50) for r in side] for side in (runs, others))
     yield _ratio(f"{prefix}.ttft_p50", "s", left, right, bar, higher_is_better=False)

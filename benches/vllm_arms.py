@@ -80,7 +80,7 @@ def lmcache(engines: int) -> Iterator[list[KvTransfer]]:
 
 
 @contextmanager
-def mooncake_own(engines: int) -> Iterator[list[KvTransfer]]:
+def vllm_mooncake(engines: int) -> Iterator[list[KvTransfer]]:
     """vLLM's own connector to Mooncake, as vLLM has it: one pool in memory for all engines.
 
     It is told to store answers too, which it otherwise leaves to the next prompt.
@@ -131,42 +131,71 @@ def mooncake_pool(logs: Path) -> Iterator[Master]:
 @contextmanager
 def dram(engines: int) -> Iterator[list[KvTransfer]]:
     """Ours in memory; every engine has a cache of its own."""
-    yield [_ours({"kind": "dram", "capacity": CAPACITY})] * engines
+    yield [_ours([{"kind": "dram", "capacity": CAPACITY}])] * engines
 
 
 @contextmanager
 def nvme(engines: int) -> Iterator[list[KvTransfer]]:
     """Ours on disk alone; every engine has a cache of its own."""
     with work_directory() as path:
-        tier = {"kind": "nvme", "path": str(path), "capacity": CAPACITY, "min_free": 0}
-        yield [_ours(tier, f"engine{i}") for i in range(engines)]
+        yield [_ours([_disk(path)], f"engine{i}") for i in range(engines)]
+
+
+@contextmanager
+def mooncake(engines: int) -> Iterator[list[KvTransfer]]:
+    """Ours in the memory of a Mooncake pool, which all engines share."""
+    with work_directory() as path, mooncake_pool(path) as master:
+        yield [_ours([_shared(master, CAPACITY)])] * engines
+
+
+@contextmanager
+def mooncake_nvme(engines: int) -> Iterator[list[KvTransfer]]:
+    """The same with a disk of every engine below it."""
+    with work_directory() as path, mooncake_pool(path) as master:
+        tiers = [_shared(master, CAPACITY), _disk(path)]
+        yield [_ours(tiers, f"engine{i}") for i in range(engines)]
+
+
+def _disk(path: Path) -> dict[str, Any]:
+    return {"kind": "nvme", "path": str(path), "capacity": CAPACITY, "min_free": 0}
+
+
+def _shared(master: Master, capacity: int) -> dict[str, Any]:
+    metrics = f"{master.host}:{master.metrics_port}"
+    tier = {"kind": "mooncake", "master": master.address, "metrics": metrics}
+    return tier | {"capacity": capacity}
 
 
 ARMS: dict[str, Arm] = {
     "none": none,
     "example": example,
     "lmcache": lmcache,
-    "mooncake_own": mooncake_own,
+    "vllm_mooncake": vllm_mooncake,
     "dram": dram,
     "nvme": nvme,
+    "mooncake": mooncake,
+    "mooncake_nvme": mooncake_nvme,
 }
-OURS = ("dram", "nvme")
-PEERS = ("example", "lmcache")
+OURS = ("dram", "nvme", "mooncake", "mooncake_nvme")
+PEERS = ("example", "lmcache", "vllm_mooncake")
+SHARED = frozenset({"example", "lmcache", "vllm_mooncake", "mooncake", "mooncake_nvme"})
+"""All engines have one cache."""
+ON_DISK = frozenset({"example", "nvme", "mooncake_nvme"})
 
 
 def absent(arm: str) -> str | None:
     """Why an arm cannot run here, or None."""
-    package = {"lmcache": "lmcache", "mooncake_own": "mooncake"}.get(arm)
+    package = {"lmcache": "lmcache", "vllm_mooncake": "mooncake"}.get(arm)
     missing = package is not None and find_spec(package) is None
     return f"{package} is not installed" if missing else None
 
 
-def _ours(tier: dict[str, Any], engine: str | None = None) -> KvTransfer:
+def _ours(tiers: list[dict[str, Any]], engine: str | None = None) -> KvTransfer:
     # a model as small as the benches' computes a prompt faster than anything can be loaded
     connector: dict[str, Any] = {"recompute": "never"}
     if engine is not None:
         connector["engine"] = engine
-    extra = {"block_tokens": CHUNK, "tiers": [tier], "connector": connector}
+    extra = {"block_tokens": CHUNK, "tiers": tiers, "connector": connector}
     return _transfer("TieredKVConnector", extra) | {
         "kv_connector_module_path": "tieredkv.connector.vllm",
         "kv_load_failure_policy": "recompute",

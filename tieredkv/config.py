@@ -77,6 +77,8 @@ class EvictionConfig(Model):
         return _plugin(POLICIES, value, BUILTIN_POLICIES)
 
 
+METRICS_PORT = 9003
+"""Where a Mooncake master serves its metrics unless it is told otherwise."""
 _ADDRESS = r"^(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$"
 
 
@@ -165,7 +167,7 @@ class MooncakeConfig(TierConfig):
 
     @property
     def meter_address(self) -> str:
-        return self.metrics or self.master.rpartition(":")[0] + ":9003"
+        return self.metrics or self.master.rpartition(":")[0] + f":{METRICS_PORT}"
 
     @field_validator("segment")
     @classmethod

@@ -369,9 +369,8 @@ class TieredKVStore:
         return core
 
     def _build(self, block_bytes: int) -> Core:
-        disk: Disk | None = self._disk
-        parts = build(self.config, self.fingerprint, disk, block_bytes, self._wrap)
-        index = None if disk is None else disk.index
+        parts = build(self.config, self.fingerprint, self._disk, block_bytes, self._wrap)
+        index = None if self._disk is None else self._disk.index
         return Core(parts, self._mover, self.config.mover, index, self.metrics, self._clock)
 
     @staticmethod

@@ -220,6 +220,16 @@ TIER_RULES = [
         "tiers[0] is nvme, the slowest kind: there can be one, and it must be last",
     ),
     doc(
+        "two pools",
+        "tiers: [{kind: mooncake, master: 'a:1'}, {kind: mooncake, master: 'b:1', name: two}]",
+        "file t.yaml: tiers[1] is a second mooncake: there can be one; remove it",
+    ),
+    tier(
+        "small segment",
+        "{kind: mooncake, master: 'a:1', segment: 1MiB}",
+        "tiers[0].segment = '1MiB': is too small: pass 0, or 16MiB or more",
+    ),
+    doc(
         "no room for a block",
         f"{OK}\nblock_bytes: 2MiB",
         "tiers[0].capacity = 1048576 holds no block of block_bytes = 2097152; raise",

@@ -342,8 +342,8 @@ def test_what_the_command_prints_can_be_pasted(tmp_path: Path) -> None:
     with command(tmp_path) as run:
         run.await_text("Ctrl-C")
         lines = run.text.splitlines()
-    # 85 % of the 64 MiB
-    tiers = [{"kind": "mooncake", "master": run.master.address, "capacity": "54MiB"}]
+    metrics = f"127.0.0.1:{run.master.metrics_port}"
+    tiers = [{"kind": "mooncake", "master": run.master.address, "metrics": metrics}]
     (line,) = (line for line in lines if line.startswith("tiers:"))
     assert yaml.safe_load(line) == {"tiers": tiers}
     (line,) = (line for line in lines if line.startswith("--kv-transfer-config"))

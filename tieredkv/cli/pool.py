@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from tieredkv.cli.progress import table_console
-from tieredkv.config import Positive
+from tieredkv.config import METRICS_PORT, Positive
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.tiers.mooncake.processes import MIN_OWNER_BYTES, Master, Owner, Process
 
@@ -27,8 +27,6 @@ READY = 30.0
 """Seconds for a process to become ready."""
 RESTARTS, WITHIN = 5, 60.0
 """A process that dies more often than that in so many seconds ends the command."""
-SHARE = 0.85
-"""Of the pool: we remove what is cold before the master, at 0.95, evicts what it likes."""
 PAUSE = 1.0
 """Seconds from the start of a process to its next start, at least."""
 
@@ -38,7 +36,7 @@ def pool(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the master.")] = 50051,
     metrics_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Of the master's /metrics and /health.")
-    ] = 9003,
+    ] = METRICS_PORT,
     owners: Annotated[
         int, typer.Option(min=1, max=64, help="Processes that share the memory.")
     ] = 1,
@@ -121,23 +119,23 @@ def _await_ready(process: Process, end: threading.Event) -> bool:
 
 
 def _print_recipe(console: Console, master: Master, size: str, owners: Sequence[Owner]) -> None:
-    capacity = f"{int(sum(owner.size for owner in owners) * SHARE) >> 20}MiB"
+    tier = {"kind": "mooncake", "master": master.address}
+    if master.metrics_port != METRICS_PORT:
+        tier["metrics"] = f"{master.host}:{master.metrics_port}"
     connector = {
         "kv_connector": "TieredKVConnector",
         "kv_connector_module_path": "tieredkv.connector.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "tiers": [{"kind": "mooncake", "master": master.address, "capacity": capacity}]
-        },
+        "kv_connector_extra_config": {"tiers": [tier]},
     }
     console.print(
         f"pool of {size} in {len(owners)} owner{'s' * (len(owners) > 1)}, master"
         f" {master.address}, http://{master.host}:{master.metrics_port}/metrics"
     )
-    console.print("\nA configuration file; dram and nvme can stand beside it. `capacity` is what")
-    console.print("one engine keeps in the pool: divide it by the engines that share it.\n")
-    console.print(f"tiers: [{{kind: mooncake, master: {master.address}, capacity: {capacity}}}]")
+    console.print("\nA configuration file; dram can stand before the pool and nvme behind it:\n")
+    listed = ", ".join(f"{key}: {value}" for key, value in tier.items())
+    console.print(f"tiers: [{{{listed}}}]", soft_wrap=True)
     console.print("\nvLLM:\n")
     console.print(f"--kv-transfer-config '{json.dumps(connector)}'", soft_wrap=True)
     console.print("\nCtrl-C ends it.")
