@@ -10,7 +10,7 @@ from typing import Self
 
 from tieredkv import arguments
 from tieredkv.buffers import HostBlocks, host_blocks
-from tieredkv.build import Disk, WrapTier, build, load_policies, open_disk
+from tieredkv.build import WrapTier, build, load_policies, open_disk
 from tieredkv.build_pool import mooncake_config
 from tieredkv.config import Config
 from tieredkv.core import Core

@@ -14,9 +14,14 @@ BLOCK, TOKENS = 1 << 16, 16
 FINGERPRINT = Fingerprint(model="m", weights="w", dtype="f")
 
 
-def config(master: str, *before: dict[str, Any], after: Sequence[dict[str, Any]] = ()) -> Config:
-    """A pool of 16 MiB, with these tiers before and after it."""
-    pool = {"kind": "mooncake", "master": master, "capacity": "16MiB"}
+def config(
+    master: str,
+    *before: dict[str, Any],
+    after: Sequence[dict[str, Any]] = (),
+    **more: Any,
+) -> Config:
+    """A pool of 16 MiB, with these tiers before and after it, and `more` keys of its own."""
+    pool = {"kind": "mooncake", "master": master, "capacity": "16MiB", **more}
     tiers = [*before, pool, *after]
     document = {"block_tokens": TOKENS, "block_bytes": BLOCK, "tiers": tiers}
     return Config.model_validate(document)

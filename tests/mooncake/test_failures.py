@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -16,7 +18,10 @@ from tests.mooncake.pool import LEASE_MS, SIZE, Master, Owner, await_capacity, a
 from tests.mooncake.stores import chain, config, disk, memory, opened, put, right
 from tieredkv import Outcome, TieredKVStore
 from tieredkv.errors import ConfigError
+from tieredkv.testing.tier_suite import batch
+from tieredkv.tiers.mooncake.catalogue import Catalogue
 from tieredkv.tiers.mooncake.client import PoolClient
+from tieredkv.tiers.mooncake.tier import MooncakeTier
 
 HANG = 15.0
 """Seconds that the first call on something frozen may take; the library's default is 30 to 60."""
@@ -170,6 +175,104 @@ def test_what_the_master_evicts_is_a_miss(store: TieredKVStore, master: Master) 
     lengths = {right(store, number) for number in (1, 2, *range(100, 200))}
     assert lengths <= set(range(9))
     assert 8 in lengths
+
+
+WRITER = """
+import sys
+import numpy as np
+from tests.mooncake.pool import LOCALHOST
+from tieredkv.testing.tier_suite import batch
+from tieredkv.tiers.mooncake.catalogue import Catalogue
+from tieredkv.tiers.mooncake.client import PoolClient
+from tieredkv.tiers.mooncake.tier import MooncakeTier
+from tieredkv.tiers.mooncake.tier import MooncakeTier
+from tieredkv.testing.tier_suite import batch
+size = 4 << 20
+tier = MooncakeTier("pool", PoolClient(sys.argv[1], 0, "tcp", "", LOCALHOST), "x", 8 * size, size)
+print("writes", flush=True)
+print(tier.write(batch([1]), np.ones((1, size), np.uint8)), flush=True)
+"""
+
+
+def test_a_writer_killed_in_the_middle_of_a_put(master: Master, owner: Owner) -> None:
+    """Its block is no block for anybody: puts of it say success and store nothing."""
+    size = 4 << 20
+    owner.freeze()
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, master.address],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writes\n"
+        await_true("the master knows of the put", lambda: master.metric("master_key_count") == 1)
+    finally:
+        writer.kill()
+        writer.wait()
+        owner.thaw()
+    client = PoolClient(master.address, 0, "tcp", "", None)
+    tier = MooncakeTier("pool", client, "x", 8 * size, size)
+    catalogue = Catalogue(client, ["x"], size, None)
+    keys = batch([1]).keys
+    assert catalogue.answer(catalogue.ask(keys), wait=True) == 0
+    out = np.zeros((1, size), np.uint8)
+    assert tier.write(batch([1]), out + 1) == [Outcome.BUSY]
+    assert tier.read(batch([1]), out) in ([Outcome.BUSY], [Outcome.FAILED])
+    assert tier.write(batch([2]), out + 2) == [Outcome.OK]
+    catalogue.close()
+
+
+def test_soft_pins_hold_while_the_pool_fills_and_expire(master: Master, owner: Owner) -> None:
+    size, pinned = 1 << 20, 16
+    client = PoolClient(master.address, 0, "tcp", "", None)
+    tier = MooncakeTier("pool", client, "x", 512 * size, size)
+    kept = batch(list(range(pinned)))
+    rows = np.repeat(np.arange(pinned, dtype=np.uint8)[:, None], size, axis=1)
+    assert tier.write(replace(kept, pin=4.0), rows) == [Outcome.OK] * pinned
+
+    def fill(first: int) -> int:
+        """Blocks that found room, of more than the pool holds."""
+        good = 0
+        for slot in range(first, first + 100):
+            good += tier.write(batch([slot]), rows[:1]) == [Outcome.OK]
+            time.sleep(0.01)
+        return good
+
+    assert fill(100) > 50
+    out = np.zeros_like(rows)
+    assert tier.read(kept, out) == [Outcome.OK] * pinned
+    assert np.array_equal(out, rows)
+    time.sleep(4)
+    assert fill(300) > 50
+    assert tier.read(kept, out).count(Outcome.OK) < pinned, "they do not expire"
+    tier.close()
+
+
+def test_a_pool_above_its_watermark_is_relieved(master: Master, owner: Owner) -> None:
+    """One store fills it with what it will never need again; the other's use goes on."""
+    wanted = config(master.address, metrics=f"{master.host}:{master.metrics_port}", capacity=0)
+    assert wanted.tiers[0].capacity == 0
+    with opened(wanted) as one, opened(wanted) as other:
+        assert put(other, 1) == [Outcome.OK] * 8
+        slots = one.stats().tiers[0].slots
+        assert slots == int(0.85 * SIZE) // (1 << 16)
+        for number in range(10, 10 + slots // 8):
+            put(one, number)
+            time.sleep(0.001)
+        assert master.metric("master_allocated_bytes") > 0.8 * SIZE
+        for number in range(300, 400):  # beyond the watermark: it gives up its oldest
+            put(one, number)
+            assert right(other, 1) == 8
+            time.sleep(0.02)
+
+        def relieved() -> bool:
+            return master.metric("master_allocated_bytes") <= 0.86 * SIZE
+
+        await_true("it is below the watermark", relieved)
+        assert right(other, 1) == 8
+        assert one.check() == other.check() == []
 
 
 def test_a_missing_library_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

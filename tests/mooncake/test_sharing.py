@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.mooncake.pool import LEASE_MS, MIB, Owner, await_capacity, await_true, make_master
-from tests.mooncake.stores import chain, config, content, disk, memory, opened, put, right
-from tieredkv import Fingerprint, Outcome
+from tests.mooncake.stores import (
+    FINGERPRINT,
+    chain,
+    config,
+    content,
+    disk,
+    memory,
+    opened,
+    put,
+    right,
+)
+from tieredkv import Fingerprint, Outcome, TieredKVStore
+from tieredkv.testing import ManualClock
+from tieredkv.tiers.base import BlockBuffers, Tier
 from tieredkv.tiers.mooncake.catalogue import SECONDS
+from tieredkv.types import Batch
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +140,48 @@ def test_two_processes(pool: str) -> None:
         assert right(store, 8) == 8, "a process's end leaves what it has stored"
 
 
+def watched(tier: Tier, seen: list[Batch]) -> Tier:
+    """Notes what is written to the tier."""
+    write = tier.write
+
+    def noted(batch: Batch, sources: BlockBuffers) -> list[Outcome]:
+        seen.append(batch)
+        return write(batch, sources)
+
+    tier.write = noted  # type: ignore[method-assign]
+    return tier
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_blocks_are_pinned_for_as_long_as_their_session_is_expected(
+    pool: str, wanted: bool
+) -> None:
+    """Its turns come a minute apart, and then it has gone for good."""
+    clock, seen = ManualClock(1000.0), list[Batch]()
+    settings = config(pool, soft_pin=wanted)
+    wrap = partial(watched, seen=seen)
+    with TieredKVStore(settings, FINGERPRINT, clock=clock, wrap_tier=wrap) as store:
+        pins = []
+        for turn in range(40):
+            for session in range(5):
+                keys = chain(1000 + session, turn + 1)
+                seen.clear()
+                store.put(keys, content(keys), turn=f"session {session}")
+                pins.append(max(batch.pin for batch in seen))
+            clock.advance(60.0)
+        if not wanted:
+            assert set(pins) == {0.0}
+            return
+        assert 30 < pins[-1] < 240, "about a minute"
+
+
+SOAK = 60.0 if int(os.environ.get("TIEREDKV_CRASHES", "60")) >= 500 else 4.0
+"""Seconds; a minute with `make test-full`."""
+
+
 def test_right_bytes_under_eviction_from_four_clients(pool: str) -> None:
-    """Four stores want four times what the pool holds; 4 s, and what is there is right."""
-    end = time.monotonic() + 4
+    """Four stores want four times what the pool holds, and what is there is right."""
+    end = time.monotonic() + SOAK
     hits = [0] * 4
 
     def work(which: int) -> None:
@@ -142,5 +196,5 @@ def test_right_bytes_under_eviction_from_four_clients(pool: str) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         for future in [threads.submit(work, which) for which in range(4)]:
-            future.result(60)
+            future.result(SOAK + 60)
     assert min(hits) > 0
