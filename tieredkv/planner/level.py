@@ -18,10 +18,10 @@ class Level:
     policy: EvictionPolicy
     slots: int
     durable: bool = False
+    accepts: bool = True
+    """False: nothing is written to it any more (write policy `off`, a pool that is down)."""
     shared: bool = False
     """Other processes see what is in it, and it is to have everything."""
-    accepts: bool = True
-    """False: nothing is written to it any more (write policy `off`)."""
     expect: Callable[[bytes], None] = field(init=False)
     """Tells the policy which block is about to come, if it wants to know."""
     pool: SlotPool = field(init=False)
