@@ -39,8 +39,8 @@ CLOSING = 10.0
 PATIENCE = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_RPC_TIMEOUT_MS": "1000",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "2",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "1",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "1",
 }
 """The library's own deadlines, unless the environment sets others; by default up to a minute."""
 DOWN = frozenset({-900, -901})
