@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,17 +78,30 @@ def compare(
         else:
             left.append(ours())
             right.append(reference())
-    ratios = [a / b for a, b in zip(left, right, strict=True)]
+    return paired(metric, unit, left, right, bar=bar, higher_is_better=higher_is_better)
+
+
+def paired(
+    metric: str,
+    unit: str,
+    ours: Sequence[float],
+    reference: Sequence[float],
+    *,
+    bar: float | None = None,
+    higher_is_better: bool = True,
+) -> Result:
+    """Judge the median of ours / reference, figures measured side by side."""
+    ratios = [a / b for a, b in zip(ours, reference, strict=True)]
     ratio = statistics.median(ratios)
     return Result(
         metric,
-        statistics.median(left),
+        statistics.median(ours),
         unit,
-        statistics.median(right),
+        statistics.median(reference),
         ratio,
         bar,
         _reached(ratio, bar, higher_is_better),
-        pairs,
+        len(ratios),
         interval(ratios),
     )
 
