@@ -52,9 +52,12 @@ $(VLLM_READY): pyproject.toml $(VLLM_CONSTRAINTS)
 demo: $(READY)
 	$(BIN)/tieredkv demo
 
-# In $(VENV), without vLLM, pytest collects nothing below tests/vllm.
+# In $(VENV), without vLLM, pytest collects nothing below tests/vllm. The tests on a pool mostly
+# wait, so they run beside the others.
 test: check $(READY) $(VLLM_READY)
-	$(BIN)/pytest
+	$(BIN)/pytest tests/mooncake >$(VENV)/mooncake.log 2>&1 & pool=$$!; \
+	$(BIN)/pytest --ignore tests/mooncake; rest=$$?; \
+	wait $$pool; pool=$$?; cat $(VENV)/mooncake.log; exit $$((rest | pool))
 	$(VLLM_BIN)/pytest tests/vllm
 
 test-core: $(READY)

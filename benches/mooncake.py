@@ -1,6 +1,7 @@
 """A tier in a Mooncake pool against its library alone, and against memcpy.
 
-Each figure moves `volume` bytes in calls of `batch` blocks, with one caller. `local`: the pool is
+Each figure moves `volume` bytes in calls of `batch` blocks, with one caller; ours are executed by
+the threads of a mover, as in a store. `local`: the pool is
 a segment of this process, which the library reaches with memcpy. `remote`: it is another
 process, reached over TCP on the loopback interface; both share the machine's CPUs.
 
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,16 @@ import xxhash
 
 from benches.common import PAIRS, Result, paired, seconds
 from benches.world import random_keys
+from tieredkv.buffers import RevocableViews
+from tieredkv.config import MoverConfig
+from tieredkv.executor import DaemonExecutor
+from tieredkv.mover import Mover, Transfer
 from tieredkv.tiers.base import Bytes
 from tieredkv.tiers.mooncake.client import PoolClient
 from tieredkv.tiers.mooncake.processes import LOCALHOST, Master, Owner
 from tieredkv.tiers.mooncake.tier import MooncakeTier
 from tieredkv.tiers.slab import Slab
-from tieredkv.types import Batch, Outcome
+from tieredkv.types import Move, Outcome
 
 MIB = 1 << 20
 TIMEOUT = 30.0
@@ -105,11 +109,13 @@ class _World:
         if remote:
             stack.enter_context(Owner(master.address, size.pool))
         client = PoolClient(master.address, 0 if remote else size.pool, "tcp", "", LOCALHOST)
-        slots = self.blocks * (size.repetitions + 1) * max(len(b) for _, b in size.batches)
-        self.slots = iter(range(slots))
-        self.tier = MooncakeTier("pool", client, "bench", slots * self.block, self.block)
+        self.tier = MooncakeTier("pool", client, "bench", size.volume, self.block)
         stack.callback(self.tier.close)
-        _await(lambda: self.tier.available and master.capacity() == size.pool)
+        threads = MoverConfig().threads
+        executor = DaemonExecutor(threads, "mover")
+        self.mover = Mover(executor, threads, 2 * size.volume, 2 * size.volume)
+        stack.callback(self.mover.close, TIMEOUT)
+        _await(lambda: client.breaker.closed and master.capacity() == size.pool)
         self.library: Any = client.call(lambda store: store)
         self.config = importlib.import_module("mooncake.store").ReplicateConfig()
         self.config.replica_num = 1
@@ -260,27 +266,32 @@ class Checked(Bare):
 
 
 class Ours(Arm):
-    """The tier. No slot is used twice, so that no put has to remove anything."""
+    """The tier, on the threads of a store's mover, each batch cut as a store cuts it."""
 
     def __init__(self, world: _World, batch: int) -> None:
         super().__init__(world, batch)
-        self.calls: list[Batch] = []
+        self.keys: list[bytes] = []
+        limits = MoverConfig()
+        most, even = int(limits.batch) // world.block, -(-batch // limits.threads)
+        self.part = max(1, min(most, even))
 
     def renew(self) -> None:
-        n = self.batch
-        keys = random_keys(self.world.blocks)
-        slots = list(islice(self.world.slots, len(keys)))
-        self.calls = [
-            Batch(slots[at : at + n], keys[at : at + n], [1] * n) for at in range(0, len(keys), n)
-        ]
+        self.keys = random_keys(self.world.blocks)
 
     def put_call(self, at: int) -> None:
-        call = self.calls[at // self.batch]
-        _expect(self.world.tier.write(call, self.world.source[at : at + self.batch]), Outcome.OK)
+        self._move(None, 0, at, self.world.source)
 
     def get_call(self, at: int) -> None:
-        call = self.calls[at // self.batch]
-        _expect(self.world.tier.read(call, self.world.target[at : at + self.batch]), Outcome.OK)
+        self._move(0, None, at, self.world.target)
+
+    def _move(self, src: int | None, dst: int | None, at: int, rows: Bytes) -> None:
+        numbers, keys = list(range(at, at + self.batch)), self.keys[at : at + self.batch]
+        move = Move(src, dst, keys, [1] * self.batch, numbers, numbers, numbers)
+        views = RevocableViews(rows[at : at + self.batch])
+        transfer = Transfer(move, [self.world.tier], views, self.part, lambda _: None)
+        if not self.world.mover.start(transfer, self.world.block, load=dst is None):
+            raise RuntimeError("the mover refuses")
+        _expect(transfer.expire(TIMEOUT), Outcome.OK)
 
 
 def _expect(found: Sequence[object], wanted: object) -> None:

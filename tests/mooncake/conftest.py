@@ -18,6 +18,16 @@ from tests.mooncake.pool import (
 )
 
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They wait for leases and for what is gone to be noticed: not for `make test-core`."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def mooncake_runs() -> None:
     """Skips, or fails in CI and as root, where Mooncake is not installed."""
