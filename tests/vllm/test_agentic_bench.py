@@ -31,7 +31,7 @@ def lying(engines: int) -> Iterator[list[KvTransfer]]:
 
 def test_arms_agree_and_a_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARMS, "lying", lying)
-    arms = ("none", "example", "dram", "nvme", "lying")
+    arms = ("none", "example", "dram", "nvme", "mooncake", "vllm_mooncake", "lying")
     size = bench.Size(SMALL, layers=2, hidden=128, rounds=1, arms=arms, routings=("round_robin",))
     found = {result.metric: result for result in bench.run(size)}
     served = sum(len(turns) for turns in sessions(SMALL))
@@ -59,6 +59,9 @@ def test_arms_agree_and_a_lie_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for arm in ("dram", "nvme"):
         # The order of arrival varies a little between arms, and with it what can be found.
         assert hit[arm] == pytest.approx(potential - chunks - unshared, abs=1.5), arm
+    for arm in ("mooncake", "vllm_mooncake"):
+        # Prompts that arrive together cannot use each other's.
+        assert potential - chunks - unshared + 1 < hit[arm] <= potential - chunks + 0.1, arm
 
 
 def test_sessions_continue_their_own_context() -> None:
