@@ -212,3 +212,21 @@ def test_timers_do_not_pile_up() -> None:
         policy.record(access(Kind.SESSION, 1, float(turn), state))
         order(policy, float(turn))
     assert len(policy._timers) < 100
+
+
+@pytest.mark.parametrize("delay", [0.5, 5.0, 120.0, 7200.0])
+def test_a_session_stays_until_those_like_it_have_come_back(delay: float) -> None:
+    """To the bins of a quarter octave, of which shrinkage may add two."""
+    model = DelayModel(half_life=1e9)
+    now = teach(model, "x", delay, 600, 0.0)
+    assert delay <= model.stay(wait(model, now, "x")) < 2 * delay
+
+
+def test_of_a_spread_of_delays_nine_of_ten_are_waited_for() -> None:
+    model, now, delays = DelayModel(half_life=1e9), 0.0, [4.0] * 12 + [600.0] * 6 + [9000.0] * 2
+    for delay in delays * 60:
+        now = teach(model, "x", delay, 1, now)
+    assert 600.0 <= model.stay(wait(model, now, "x")) < 1800.0
+    now = teach(model, "never", None, 2000, now)
+    now = teach(model, "x", 4.0, 200, now + 1e6)  # by when the waits in vain are counted
+    assert model.stay(wait(model, now, "never")) == 0.0
