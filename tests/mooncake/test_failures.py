@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -288,3 +289,17 @@ def test_a_closed_client_refuses(owner: Owner, master: Master) -> None:
     assert client.close()
     assert client.call(lambda store: 1) is None
     assert client.exist(["x"]) == []
+
+
+def test_a_forked_child_is_refused_and_leaves_the_pool_alone(
+    store: TieredKVStore, master: Master
+) -> None:
+    client = PoolClient(master.address, 0, "tcp", "", None)
+    pid = os.fork()
+    if not pid:
+        fine = client.call(lambda library: 1) is None and client.exist(["x"]) == []
+        os._exit(0 if fine and client.close() else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert client.exist(["x"]) == [0]
+    assert right(store, 1) == 8
+    assert client.close()

@@ -49,7 +49,7 @@ PROBE = "tieredkv/probe"
 
 
 class PoolClient:
-    """Thread-safe. Not to be used after a fork."""
+    """Thread-safe. In a forked child, where the library would hang, no call is tried."""
 
     def __init__(
         self, master: str, segment: int, protocol: str, devices: str, host: str | None
@@ -62,6 +62,7 @@ class PoolClient:
         if the library is missing.
         """
         self._library = _library()
+        self._pid = os.getpid()
         self._master, self._segment = master, segment
         self._protocol, self._devices, self._host = protocol, devices, host
         self.breaker = CircuitBreaker(time.monotonic)
@@ -90,8 +91,12 @@ class PoolClient:
 
     def call(self, work: Callable[[Any], T]) -> T | None:
         """`work(library's store)`, in this thread; None where it is not even tried: closed, down,
-        or no turn. The caller tells `answered` what came back."""
-        if not self.breaker.closed or not self._turns.acquire(timeout=TURN):
+        a forked child, or no turn. The caller tells `answered` what came back."""
+        if (
+            os.getpid() != self._pid
+            or not self.breaker.closed
+            or not self._turns.acquire(timeout=TURN)
+        ):
             return None
         try:
             with self._changed:
@@ -134,6 +139,8 @@ class PoolClient:
     def close(self) -> bool:
         """Wait for what is under way, then leave the pool; False if something hangs: then the
         library is left alone, since to close it under a call would be a crash. Idempotent."""
+        if os.getpid() != self._pid:
+            return True  # it is the parent's
         with self._changed:
             first, self._closed = not self._closed, True
             self._changed.notify_all()
