@@ -17,7 +17,6 @@ from tests.mooncake.pool import (
     require,
 )
 
-
 HERE = Path(__file__).parent
 
 
