@@ -16,7 +16,7 @@ from tieredkv.errors import ClosedError
 from tieredkv.index.durable import DurableIndex
 from tieredkv.planner import Planner
 from tieredkv.planner.plans import Effects
-from tieredkv.planner.sharing import publish
+from tieredkv.planner.sharing import publish, strays
 from tieredkv.tiers.base import SharedCatalogue
 from tieredkv.types import Clock, Move, Outcome
 
@@ -253,6 +253,9 @@ class Control:
         if move.dst == self.planner.res.shared:
             done = zip(move.keys, write, strict=True)
             self.shared.stored([key for key, outcome in done if outcome is Outcome.OK])
+            stray = strays(self.planner.res, move, write)
+            self.shared.remove([key for key in stray if self.planner.visible(key) is None])
+            self.shared.left(stray)  # of what was stored anew since: unless it comes again
         if move.src == self.planner.res.shared:
             bad = (Outcome.FAILED, Outcome.CORRUPT)
             self.shared.lost([k for k, o in zip(move.keys, read, strict=True) if o in bad])

@@ -9,6 +9,7 @@ from operator import itemgetter
 from tieredkv.index.prefix_tree import ABSENT, Run
 from tieredkv.planner.residency import Residency
 from tieredkv.planner.room import Room, leaf_on_path
+from tieredkv.types import Move, Outcome
 
 SCAN = 16  # runs that one call looks at: bounds the time under the lock
 
@@ -49,6 +50,22 @@ def _lacking(res: Residency, run: Run, tier: int) -> list[tuple[Run, int, int]]:
         for offset, key in enumerate(node.keys)
         if not _held(node.slots[tier], offset) and key not in writing
     ]
+
+
+def strays(res: Residency, move: Move, write: Sequence[Outcome]) -> list[bytes]:
+    """What a move has put into the shared tier though it was deleted or cleared meanwhile: nobody
+    here counts on it, nor removes it later. To be asked before the move is finished."""
+    tier = move.dst
+    assert tier is not None
+    found = []
+    for key, generation, outcome in zip(move.keys, move.generations, write, strict=True):
+        if outcome is not Outcome.OK or res.written(key, generation, tier) is not None:
+            continue
+        run = res.tree.find(key)  # stored anew?
+        again = run is not None and _held(run.slots[tier], run.keys.index(key))
+        if not again and key not in res.levels[tier].writing:
+            found.append(key)
+    return found
 
 
 def _held(slots: Sequence[int] | None, offset: int) -> bool:

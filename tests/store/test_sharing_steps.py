@@ -1,0 +1,70 @@
+"""What must not happen between two steps of a core that shares a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.store.shared_pool import LEASE, Pool
+from tests.store.stepped import SIZE, Shape, Side
+from tests.store.world import chain, payload
+from tieredkv import Outcome
+from tieredkv.buffers import host_blocks
+from tieredkv.testing import ManualClock
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def pool(clock: ManualClock) -> Pool:
+    return Pool(100, clock)
+
+
+def put(side: Side, keys: Sequence[bytes], version: int = 0) -> list[Outcome]:
+    blocks = [payload(key, version, SIZE) for key in keys]
+    return side.core.put(keys, host_blocks(blocks, len(keys), writable=False), 0, None)
+
+
+def found(side: Side, keys: Sequence[bytes]) -> int:
+    side.core.discover(keys)
+    return side.core.planner.match(keys).blocks
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_what_is_deleted_while_it_is_being_shared_stays_deleted(
+    pool: Pool, clock: ManualClock, real: bool
+) -> None:
+    one, other = (Side(Shape(dram=4, real=real), pool, clock) for _ in range(2))
+    keys = chain((0, 1))
+    assert put(one, keys) == [Outcome.OK] * 2
+    assert not one.idle, "its copies wait for the mover"
+    assert one.core.delete(keys) == 2
+    while one.catalogue.step():
+        pass  # of what is to be removed, nothing is there yet
+    one.executor.run_all()
+    assert set(pool.blocks) == set(keys), "they come late"
+    assert found(one, keys) == 0
+    clock.advance(LEASE)
+    one.settle()
+    assert found(other, keys) == 0
+    assert not pool.blocks
+    assert not one.catalogue.own
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_cleared_while_it_is_being_shared_leaves_the_pool(
+    pool: Pool, clock: ManualClock, again: bool
+) -> None:
+    side = Side(Shape(dram=4), pool, clock)
+    keys = chain((0, 1))
+    put(side, keys)
+    side.core.clear(None)
+    if again:
+        put(side, keys)
+    side.settle()
+    assert set(pool.blocks) == side.catalogue.own == side.held()
+    assert side.core.check() == []
