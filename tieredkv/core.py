@@ -229,6 +229,7 @@ class Core(Engine):
         future: Future[int] = Future()
         future.set_running_or_notify_cancel()  # copies that have begun cannot be called off
         with self.lock:
+            self.accept()
             match = self.planner.match(keys)
             moves = self.planner.plan_promote(keys, range(match.blocks), target, self.clock())
             self._note(moves)

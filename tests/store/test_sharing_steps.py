@@ -68,3 +68,24 @@ def test_what_is_cleared_while_it_is_being_shared_leaves_the_pool(
     side.settle()
     assert set(pool.blocks) == side.catalogue.own == side.held()
     assert side.core.check() == []
+
+
+@pytest.mark.parametrize("gone", ["left", "down"])
+def test_nothing_is_prefetched_into_a_pool_that_accepts_nothing(
+    pool: Pool, clock: ManualClock, gone: str
+) -> None:
+    side = Side(Shape(dram=4, disk=12), pool, clock)
+    if gone == "left":
+        side.leave()
+    else:
+        pool.up = side.link.closed = False
+    for symbol in range(2):
+        keys = chain((symbol,) * 4)
+        assert put(side, keys, version=1) == [Outcome.OK] * 4
+        side.executor.run_all()
+    keys = chain((0,) * 4)
+    assert side.core.planner.match(keys).spans == (("nvme", 4),)
+    assert side.core.prefetch(keys, side.shared).result(0) == 0
+    side.executor.run_all()
+    assert not side.tier.intruders
+    assert not pool.blocks

@@ -261,8 +261,11 @@ class Planner(Ledger):
         """Copies of the blocks at `wanted` (ascending positions in `keys`) into `tier`.
 
         `held`: the caller has their bytes, of these generations by position; blocks stored anew
-        since are left out. Only into room that costs nothing else, and within the budget.
+        since are left out. Only into room that costs nothing else, and within the budget; none
+        where the tier accepts nothing.
         """
+        if not self.res.levels[tier].accepts:
+            return []
         blocks, run = self.res.tree.match(keys, visible=True)
         writing = self.res.levels[tier].writing
         moves: dict[int | None, Move] = {}
