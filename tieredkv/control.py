@@ -239,7 +239,8 @@ class Control:
             if move.src is not None and Outcome.OK in write:
                 self._stalled = False
             if move.dst != self.planner.res.durable or Outcome.OK in write:
-                self._background()  # else it would repeat at once what has just failed
+                # else it would repeat at once what has just failed
+                self._background(share=move.dst != self.planner.res.shared or Outcome.OK in write)
         # what ends after a close that did not wait for it has nothing to start any more
         effects = Effects() if self._finished else self._drain()
         self._ends += 1
@@ -260,12 +261,12 @@ class Control:
             bad = (Outcome.FAILED, Outcome.CORRUPT)
             self.shared.lost([k for k, o in zip(move.keys, read, strict=True) if o in bad])
 
-    def _background(self) -> None:
-        """Publish; write back while the disk has nothing else to do, or at once under
-        `through`."""
+    def _background(self, *, share: bool = True) -> None:
+        """Publish, if told to `share`; write back while the disk has nothing else to do, or at
+        once under `through`."""
         durable = self.planner.res.durable
         self.accept()
-        if self.planner.res.unshared:
+        if share and self.planner.res.unshared:
             publish(self.planner.res, self.planner.room, self.clock(), self._batch)
         if durable is None or not self.planner.res.dirty:
             return

@@ -89,3 +89,33 @@ def test_nothing_is_prefetched_into_a_pool_that_accepts_nothing(
     side.executor.run_all()
     assert not side.tier.intruders
     assert not pool.blocks
+
+
+def test_what_could_not_be_shared_is_shared_later(pool: Pool, clock: ManualClock) -> None:
+    side, keys = Side(Shape(dram=4), pool, clock), chain((0, 1))
+    put(side, keys)
+    pool.up = False
+    side.executor.run_all()
+    assert not pool.blocks
+    pool.up = True
+    side.settle()
+    put(side, chain((1,)))
+    side.settle()
+    assert set(pool.blocks) == {*keys, *chain((1,))}
+
+
+def test_what_is_stored_anew_while_it_is_being_removed_is_shared_later(
+    pool: Pool, clock: ManualClock
+) -> None:
+    side, keys = Side(Shape(dram=4), pool, clock), chain((0, 1))
+    put(side, keys)
+    side.settle()
+    side.core.delete(keys)
+    put(side, keys)
+    side.executor.run_all()
+    assert not side.held(), "the pool was to get rid of them first"
+    assert side.idle, "and they are not tried again at once"
+    side.settle()
+    put(side, chain((1,)))
+    side.settle()
+    assert set(pool.blocks) == side.held() == {*keys, *chain((1,))}

@@ -72,6 +72,8 @@ class Ledger:
                 if run is not None:
                     self.res.unreserve(run, move.keys[at], tier)
                     touched[run.id] = run
+                    if tier and tier == self.res.shared and run.visible:
+                        self.res.unshared[run.id] = None  # to be tried again
                     if tier == self.res.durable and write[at] is Outcome.FAILED:
                         self.room.refused += 1
                         failed[run.id] = run
