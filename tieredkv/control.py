@@ -44,6 +44,8 @@ class Control:
         """Of the shared tier, if there is one."""
         self._apart = False
         """What is stored from now on is not what others know by its keys."""
+        self._failures = 0
+        """Of the shared tier, as of the last time that it answered."""
         self._limits = limits
         self._batch = max(1, limits.batch // block_bytes)
         self._changed = threading.Condition(self.lock)
@@ -274,9 +276,16 @@ class Control:
             self._write_back(durable, ahead=self.planner.room.late and not self.planner.through)
 
     def accept(self) -> None:
-        """Plan for the shared tier as long as it answers. The lock is held."""
-        if self.shared is not None:
-            self.planner.res.accept_shared(self.shared.available and not self._apart)
+        """Plan for the shared tier as long as it answers; when it is back from a failure, it may
+        have lost everything. The lock is held."""
+        if self.shared is None:
+            return
+        available, failures = self.shared.available, self.shared.failures
+        if available and failures != self._failures:
+            self._failures = failures
+            self.shared.disown()
+            self.planner.disown()
+        self.planner.res.accept_shared(available and not self._apart)
 
     def _write_back(self, durable: int, *, ahead: bool = False) -> None:
         """Want dirty blocks written, as many as keep all threads busy; `ahead`: only what is

@@ -174,8 +174,7 @@ class TieredKVStore:
     def lookup(self, keys: Sequence[bytes]) -> Match:
         """The longest stored prefix; not counted, and nothing moves. O(log n) for n keys, and
         with a tier of kind mooncake one question to its master about what is not known here."""
-        began = time.perf_counter()
-        chain = self._chain(keys, 0)
+        began, chain = time.perf_counter(), self._chain(keys, 0)
         if (core := self._core) is None:
             return Match(0)
         core.discover(chain)
@@ -206,10 +205,11 @@ class TieredKVStore:
         return PinGuard(self._core, pin, blocks)
 
     def prefetch(self, keys: Sequence[bytes]) -> Future[int]:
-        """Copy the chain's blocks that only NVMe holds into memory, within the promotion
-        budget; the future has the number of blocks copied."""
+        """Copy the chain's blocks that only slower tiers hold into memory of this process, within
+        the promotion budget; the future has the number of blocks copied."""
         chain = self._chain(keys, 0)
-        memory = [i for i, tier in enumerate(self.config.tiers) if tier.kind != "nvme"]
+        kinds = [tier.kind for tier in self.config.tiers]
+        memory = [i for i, kind in enumerate(kinds) if kind not in ("mooncake", "nvme")]
         if self._core is None or not memory:
             nothing: Future[int] = Future()
             nothing.set_result(0)

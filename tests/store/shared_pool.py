@@ -70,10 +70,12 @@ class Link:
     def __init__(self, pool: Pool) -> None:
         self.closed = True
         """As of a circuit breaker: calls may go."""
+        self.failures = 0
         self._pool = pool
 
     def call(self, work: Callable[[Pool], T]) -> T | None:
         """None if the pool does not answer."""
+        self.failures += self.closed and not self._pool.up
         self.closed = self.closed and self._pool.up
         return work(self._pool) if self.closed else None
 
@@ -164,6 +166,10 @@ class FakeCatalogue:
     def available(self) -> bool:
         return self._link.closed
 
+    @property
+    def failures(self) -> int:
+        return self._link.failures
+
     def ask(self, keys: Sequence[bytes]) -> Question:
         assert not (self.sealed and keys), "asked by a core that has left the pool"
         question = Question(list(keys))
@@ -212,6 +218,11 @@ class FakeCatalogue:
 
     def remove_own(self) -> None:
         self.remove(self.own)
+
+    def disown(self) -> None:
+        self.own.clear()
+        self.leaving.clear()
+        self._present.clear()
 
     def close(self) -> None:
         pass

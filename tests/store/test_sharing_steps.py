@@ -119,3 +119,30 @@ def test_what_is_stored_anew_while_it_is_being_removed_is_shared_later(
     put(side, chain((1,)))
     side.settle()
     assert set(pool.blocks) == side.held() == {*keys, *chain((1,))}
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_pool_that_comes_back_empty_is_filled_again_from_memory(
+    pool: Pool, clock: ManualClock, real: bool
+) -> None:
+    one, other = (Side(Shape(dram=8, real=real), pool, clock) for _ in range(2))
+    keys = chain((0, 1, 2))
+    put(one, keys)
+    one.settle()
+    assert found(other, keys) == 3
+    pool.blocks.clear()  # as after the restart of a master
+    pool.up = False
+    put(one, chain((1,)))
+    one.executor.run_all()
+    pool.up = True
+    for side in (one, other):
+        side.settle()
+    put(one, chain((2,)))
+    one.settle()
+    assert set(pool.blocks) == {*keys, *chain((1,)), *chain((2,))}
+    clock.advance(20.0)
+    assert found(other, [*keys, *chain((7,))]) == 3
+    for side in (one, other):
+        side.settle()
+        assert side.core.check() == []
+    assert one.catalogue.own == set(pool.blocks)

@@ -133,6 +133,8 @@ class Ledger:
         if tier == self.res.durable:
             self._lose_durable(run, offset + 1, tier)
         self.res.remove(run, [offset], tier, lose=withdraw)
+        if tier == self.res.shared and run.visible:
+            self.res.unshared[run.id] = None
 
     def _lose_durable(self, run: Run, offset: int, tier: int) -> None:
         """Take everything after a lost durable block out of that tier."""
@@ -253,6 +255,16 @@ class Ledger:
             run = self.res.split(run, known - run.start)
         self._generation += 1
         return adopt(self.res, self.room, run, keys[known:], now, self._generation)
+
+    def disown(self) -> None:
+        """The shared tier may have lost everything: what only it has is forgotten, and what
+        others have as well is to be copied there anew."""
+        tier = self.res.shared
+        assert tier is not None
+        self._clear_tier(tier)
+        self.res.take_withdrawn()
+        runs = self.res.tree.runs.values()
+        self.res.unshared = {run.id: None for run in runs if tier and run.visible}
 
     # -- removal --------------------------------------------------------------------------
 

@@ -91,6 +91,15 @@ class SharedCatalogue(Protocol):
         """Is the medium answering? While not, nothing is planned for it."""
         ...
 
+    @property
+    def failures(self) -> int:
+        """How often it has stopped answering."""
+        ...
+
+    def disown(self) -> None:
+        """Nothing is this process's own any more; nothing is removed."""
+        ...
+
     def ask(self, keys: Sequence[bytes]) -> Any:
         """Begin to ask how many leading blocks of these are there."""
         ...

@@ -97,6 +97,10 @@ class Catalogue:
     def available(self) -> bool:
         return self._client.breaker.closed
 
+    @property
+    def failures(self) -> int:
+        return self._client.breaker.failures
+
     # -- what others have stored ----------------------------------------------------------
 
     def ask(self, keys: Sequence[bytes]) -> Question:
@@ -112,7 +116,8 @@ class Catalogue:
     def answer(self, question: Question, *, wait: bool) -> int | None:
         left = question.deadline - time.monotonic()
         if question.done.wait(max(0.0, left) if wait else 0.0):
-            return question.found
+            found = question.keys[: question.found]  # of which some may be deleted since
+            return sum(1 for _ in takewhile(lambda key: key not in self.doomed, found))
         if time.monotonic() < question.deadline:
             return None
         self._client.broke("a question of existence hung")
@@ -165,6 +170,11 @@ class Catalogue:
         with self._wake:
             own = list(self._own)
         self.remove(own)
+
+    def disown(self) -> None:
+        with self._wake:
+            for keys in (self._own, self._leaving, self._present):
+                keys.clear()
 
     def close(self) -> None:
         with self._wake:
