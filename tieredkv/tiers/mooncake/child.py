@@ -174,6 +174,8 @@ class Process:
     def freeze(self) -> None:
         """Stop it in its tracks, as a swapping or stuck machine would."""
         self._started.send_signal(signal.SIGSTOP)
+        # its threads run on for a moment
+        os.waitid(os.P_PID, self._started.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """Let a frozen process run on."""
