@@ -141,29 +141,37 @@ def variable(path: KeyPath) -> str:
     return PREFIX + "_".join(str(part) for part in path).upper()
 
 
+def unknown_variables(
+    document: Mapping[str, Any], environ: Mapping[str, str]
+) -> dict[str, str | None]:
+    """Variables with our prefix that set no key of this document, and the nearest valid name."""
+    names = (*_variables(document), *NOT_SETTINGS)
+    found = (name for name in sorted(environ) if name.upper().startswith(PREFIX))
+    return {name: nearest(name, names) for name in found if name not in names}
+
+
+def _variables(document: Mapping[str, Any]) -> dict[str, KeyPath]:
+    # The kind decides which other keys exist, so no variable can change it.
+    return {variable(path): path for path in _paths(document) if path[-1] != "kind"}
+
+
 def _override(
     document: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Mapping[str, Any], dict[KeyPath, str]]:
     """The document with the variables applied, and the variable of each path they set."""
-    # The kind decides which other keys exist, so no variable can change it.
-    valid = {variable(path): path for path in _paths(document) if path[-1] != "kind"}
+    valid = _variables(document)
     by_path: dict[KeyPath, str] = {}
-    unknown = []
-    for name, text in sorted(environ.items()):
-        if not name.upper().startswith(PREFIX) or name in NOT_SETTINGS:
-            continue
-        if name not in valid:
-            names = (*valid, *NOT_SETTINGS)
-            unknown.append(
-                f"env {name}: unknown variable; nearest valid name: {nearest(name, names)!r}"
-            )
-            continue
-        path = valid[name]
+    unknown = [
+        f"env {name}: unknown variable; nearest valid name: {near!r}"
+        for name, near in unknown_variables(document, environ).items()
+    ]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+    for name, path in sorted((name, path) for name, path in valid.items() if name in environ):
+        text = environ[name]
         value = parse_yaml(text, f"env {name}") if path[-1] in MAPPINGS else text
         document = _assign(document, path, value)
         by_path[path] = name
-    if unknown:
-        raise ConfigError("\n".join(unknown))
     return document, by_path
 
 

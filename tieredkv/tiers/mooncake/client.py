@@ -61,7 +61,7 @@ class PoolClient:
         Waits some seconds for the pool at most: without it, it opens later. Raises ConfigError
         if the library is missing.
         """
-        self._library = _library()
+        self._library = load_library()
         self._pid = os.getpid()
         self._master, self._segment = master, segment
         self._protocol, self._devices, self._host = protocol, devices, host
@@ -213,7 +213,8 @@ class PoolClient:
         return True
 
 
-def _library() -> Any:
+def load_library() -> Any:
+    """Mooncake's module, made impatient. Raises ConfigError with the commands that install it."""
     for name, value in PATIENCE.items():
         os.environ.setdefault(name, value)
     try:
