@@ -17,7 +17,7 @@ from tests.config.cases import OK
 from tieredkv.cli.app import app
 from tieredkv.errors import DirectoryInUse
 
-VERBS = ("demo", "trace", "check", "config")
+VERBS = ("demo", "trace", "check", "config", "doctor")
 
 
 def run(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:

@@ -33,7 +33,9 @@ from tests.mooncake.pool import (
     make_master,
     require,
 )
-from tieredkv.config import Config
+from tieredkv.config import Config, MooncakeConfig
+from tieredkv.doctor import pool as doctor
+from tieredkv.doctor.finding import State
 from tieredkv.errors import ConfigError, TieredKVError, UsageError
 from tieredkv.tiers.mooncake import child
 from tieredkv.tiers.mooncake.processes import free_port
@@ -75,6 +77,14 @@ def test_a_master_is_ready_when_it_serves_and_stops_by_itself() -> None:
     assert master.returncode == 0, "it was killed"
     with pytest.raises(OSError, match="refused"):
         master.capacity()
+
+
+def test_the_doctor_on_a_pool(master: Master, owner: Owner) -> None:
+    metrics = f"{master.host}:{master.metrics_port}"
+    spec = MooncakeConfig(kind="mooncake", master=master.address, metrics=metrics)
+    library, port, usage = *doctor.library(spec), *doctor.master(spec)
+    assert {library.state, port.state, usage.state} == {State.OK}
+    assert usage.found == f"{metrics}: 0 bytes of 64.0 MiB in use"
 
 
 def test_the_capacity_of_owners_adds_up_and_they_keep_bytes(master: Master, owner: Owner) -> None:

@@ -50,6 +50,7 @@ _forward("simulate", "simulate", "Replay traces under eviction policies and tier
 _forward("trace", "app", "Generate, convert and describe request traces.")
 _forward("plan", "plan", "Find the cheapest tier sizes that reach a hit rate or TTFT.")
 _forward("check", "check", "Verify an NVMe directory: records, headers, checksums.")
+_forward("doctor", "doctor", "Diagnose this machine, and a configuration on it.")
 _forward("config", "app", "Show the configuration in force and where each value comes from.")
 _forward("pool", "pool", "Run a Mooncake pool on this machine, for development.")
 

@@ -1,0 +1,1 @@
+"""What `tieredkv doctor` looks at: software, machine, and what a configuration asks of them."""
