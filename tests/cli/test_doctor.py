@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from tieredkv.cli.app import app
 from tieredkv.config import Config, MooncakeConfig, NvmeConfig
 from tieredkv.doctor import diagnose, disk, pool, system
+from tieredkv.doctor.examine import examine
 from tieredkv.doctor.finding import Check, Finding, State, ok
 from tieredkv.tiers.mooncake.child import free_port
 from tieredkv.tiers.nvme.directory import Directory
@@ -177,6 +178,21 @@ def test_a_path_that_cannot_be_written() -> None:
     row = last(disk.disk(nvme(Path("/sys/kernel/kv"))), "nvme access")
     assert row.state is State.PROBLEM
     assert "choose another path" in row.remedy
+
+
+def test_a_directory_of_another_user(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0)
+
+    def look() -> Iterator[Finding]:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        yield from disk.disk(nvme(tmp_path / "closed" / "kv"))
+
+    found = {row.check: row for row in examine([Check("look", look)])}
+    assert "could not be checked" not in str(found)
+    assert "Permission denied" in found["nvme access"].found
+    assert found["nvme access"].state is State.PROBLEM
+    assert "nvme use" not in found, "nobody knows"
 
 
 def test_a_test_page_harms_no_file_and_stays_nowhere(tmp_path: Path) -> None:

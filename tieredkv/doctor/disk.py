@@ -14,6 +14,7 @@ from tieredkv.errors import DirectoryError
 
 PREFIX = ".tieredkv-doctor-"
 """Of the directory for the test page. A store takes it for somebody else's and leaves it alone."""
+READABLE = os.R_OK | os.X_OK
 FILESYSTEMS = {
     "tmpfs": "it is memory: name a directory on a drive",
     "ramfs": "it is memory: name a directory on a drive",
@@ -33,7 +34,8 @@ def disk(tier: NvmeConfig) -> Iterator[Finding]:
     yield _filesystem(tier, path, place)
     yield from _access(tier, place)
     yield from _space(tier, path, place)
-    yield from _users(tier, path)
+    if os.access(place, READABLE):
+        yield from _users(tier, path)
     yield from _device(tier, place)
 
 
@@ -139,11 +141,11 @@ def _directories(path: Path) -> list[Path]:
     """Of all fingerprints, those of vLLM's engines included, which are one level deeper."""
     from tieredkv.tiers.nvme.usage import fingerprint_directories
 
-    if not path.is_dir():
+    if not os.path.isdir(path) or not os.access(path, READABLE):
         return []
     found = fingerprint_directories(path)
     for inner in sorted(path.iterdir()):
-        if inner not in found and inner.is_dir() and os.access(inner, os.R_OK | os.X_OK):
+        if inner not in found and inner.is_dir() and os.access(inner, READABLE):
             found += fingerprint_directories(inner)
     return found
 
