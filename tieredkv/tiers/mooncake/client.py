@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALLS = 8
-"""Calls that run at a time; the library allows some 32 per client."""
+CALLS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
+"""Calls that run at a time. Over TCP a call keeps a core here and one at the owner busy; the
+library allows some 32 per client."""
 TURN = 1.0
 """Seconds that a call waits for its turn."""
 SLOW = 1.8
