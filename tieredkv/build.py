@@ -155,7 +155,7 @@ def build(
     except BaseException:
         if shared is not None:
             shared.close()
-        for tier in tiers:
+        for tier in reversed(tiers):
             tier.close()
         raise
     return Parts(tiers, planner, block_bytes, shared)
@@ -182,7 +182,7 @@ def build_tiers(
                 if isinstance(tier, DramTier):
                     pool.register(*tier.memory)
     except BaseException:
-        for tier in tiers:
+        for tier in reversed(tiers):
             tier.close()
         raise
     return tiers

@@ -79,4 +79,8 @@ def mooncake_tier(
     slot_count(spec.label, capacity, block_bytes)  # complains before the pool is joined
     client = PoolClient(spec.master, spec.segment, spec.protocol, spec.devices, spec.host)
     staged = spec.protocol != "tcp"
-    return MooncakeTier(spec.label, client, identity, capacity, block_bytes, staged=staged)
+    try:
+        return MooncakeTier(spec.label, client, identity, capacity, block_bytes, staged=staged)
+    except BaseException:
+        client.close()
+        raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from tieredkv.config import MoverConfig
 from tieredkv.errors import ClosedError
@@ -44,7 +45,7 @@ class Control:
         """Of the shared tier, if there is one."""
         self._apart = False
         """What is stored from now on is not what others know by its keys."""
-        self._failures = 0
+        self._failures: int | None = None
         """Of the shared tier, as of the last time that it answered."""
         self._limits = limits
         self._batch = max(1, limits.batch // block_bytes)
@@ -129,10 +130,10 @@ class Control:
 
         def work(planner: Planner) -> int:
             durable = self.index is not None and tier in (None, planner.res.durable)
+            self._apart |= until_reopened  # first: the index may refuse
             epoch = None
             if self.index is not None and durable:
                 epoch = self.index.new_epoch(until_reopened=until_reopened)
-            self._apart |= until_reopened
             self.accept()
             return planner.clear(tier, epoch)
 
@@ -156,6 +157,12 @@ class Control:
 
     # -- the shared tier -------------------------------------------------------------------
 
+    def leave(self) -> None:
+        """From now on others' blocks are not ours, whatever their keys, nor ours theirs."""
+        with self.lock:
+            self._apart = True
+            self.accept()
+
     def unknown(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """What others may have stored of this chain: the blocks behind those that are known
         here."""
@@ -171,9 +178,12 @@ class Control:
             return
         with self.lock:
             self._check_open()
-            if self._apart:
-                return
-            self.planner.adopt(keys, self.clock())
+            known = len(keys) - found
+            if self.shared is None or self._apart or self.planner.match(keys).blocks < known:
+                return  # of what has gone since nobody has asked
+            doomed = self.shared.doomed
+            there = takewhile(lambda key: key not in doomed, keys[known:])
+            self.planner.adopt([*keys[:known], *there], self.clock())
             effects = self._drain()
         self._start(effects.moves)
 
@@ -253,11 +263,14 @@ class Control:
         """Tell the shared tier's catalogue what became of the move there."""
         if self.shared is None:
             return
-        if move.dst == self.planner.res.shared:
+        if move.dst is not None and move.dst == self.planner.res.shared:
             done = zip(move.keys, write, strict=True)
             self.shared.stored([key for key, outcome in done if outcome is Outcome.OK])
+            writing = self.planner.res.levels[move.dst].writing
             stray = strays(self.planner.res, move, write)
-            self.shared.remove([key for key in stray if self.planner.visible(key) is None])
+            # also where newer bytes are on their way: these were perhaps before them
+            gone = [k for k in stray if k in writing or self.planner.visible(k) is None]
+            self.shared.remove(gone)
             self.shared.left(stray)  # of what was stored anew since: unless it comes again
         if move.src == self.planner.res.shared:
             bad = (Outcome.FAILED, Outcome.CORRUPT)
@@ -282,9 +295,10 @@ class Control:
             return
         available, failures = self.shared.available, self.shared.failures
         if available and failures != self._failures:
+            if self._failures is not None:
+                self.shared.disown()
+                self.planner.disown()
             self._failures = failures
-            self.shared.disown()
-            self.planner.disown()
         self.planner.res.accept_shared(available and not self._apart)
 
     def _write_back(self, durable: int, *, ahead: bool = False) -> None:

@@ -71,7 +71,7 @@ class Engine(Control):
             return False
         if self.shared is not None:
             self.shared.close()
-        for tier in self.tiers:
+        for tier in reversed(self.tiers):
             tier.close()
         return True
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from tieredkv.buffers import RevocableViews
@@ -46,6 +47,9 @@ class Transfer:
         self.queued = False
         """A mover has it, and will end it."""
         self._tiers = tiers
+        ends = [tiers[end] for end in (move.src, move.dst) if end is not None]
+        self.far = any(getattr(tier, "far", False) for tier in ends)
+        """Another machine takes part, and may let it hang."""
         self._buffers = buffers
         self._done = done
         self._ended = threading.Condition()
@@ -163,16 +167,13 @@ class Transfer:
         got = read(source, move.read_batch(lo, hi), staging)
         good = [i for i, outcome in enumerate(got) if outcome is Outcome.OK]
         batch = move.write_batch(lo, hi)
-        put = attempt(
-            target,
-            Batch(
-                [batch.slots[i] for i in good],
-                [batch.keys[i] for i in good],
-                [batch.generations[i] for i in good],
-                batch.epoch,
-            ),
-            [staging[i] for i in good],
+        batch = replace(
+            batch,
+            slots=[batch.slots[i] for i in good],
+            keys=[batch.keys[i] for i in good],
+            generations=[batch.generations[i] for i in good],
         )
+        put = attempt(target, batch, [staging[i] for i in good])
         result = list(got)
         for i, outcome in zip(good, put, strict=True):
             result[i] = outcome
@@ -211,8 +212,8 @@ def _checked(tier: Tier, outcomes: object, count: int) -> Outcomes:
 class Lane:
     """A queue of jobs bounded in bytes. Thread-safe through the mover's lock."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, *, store: bool, far: bool) -> None:
+        self.limit, self.store, self.far = limit, store, far
         self.bytes = 0
         """Queued and running."""
         self.jobs: deque[tuple[Callable[[], None], int]] = deque()
@@ -224,15 +225,22 @@ class Lane:
 
 class Mover:
     """Runs jobs on an executor: all queued loads before the next store. Stores leave one thread
-    to loads, so that a device that hangs in writes can still be read."""
+    to loads, so that a device that hangs in writes can still be read; what goes to other machines
+    leaves half of them to the rest."""
 
     def __init__(self, executor: Executor, threads: int, load_limit: int, store_limit: int) -> None:
         self._executor = executor
         self._threads = threads
-        self._store_threads = max(1, threads - 1)
-        self._storing = 0
+        self._store_threads, self._far_threads = max(1, threads - 1), max(1, threads // 2)
+        self._storing = self._reaching = 0
+        """Jobs that run: stores, and those to other machines."""
         self._lock = threading.Condition()
-        self._loads, self._stores = Lane(load_limit), Lane(store_limit)
+        self._lanes = [
+            Lane(store_limit if store else load_limit, store=store, far=far)
+            for store in (False, True)
+            for far in (False, True)
+        ]
+        """What comes first runs first, as far as it may."""
         self._late: set[Transfer] = set()
         self._closed = False
 
@@ -243,12 +251,12 @@ class Mover:
             ((lambda lo=lo, hi=hi: transfer.run(lo, hi)), (hi - lo) * block_bytes)
             for lo, hi in transfer.parts
         ]
-        transfer.queued = self._enqueue(self._loads if load else self._stores, jobs)
+        transfer.queued = self._enqueue(self._lane(load, transfer.far), jobs)
         return transfer.queued
 
     def submit(self, job: Callable[[], None], nbytes: int, *, load: bool) -> bool:
         """Queue one job of the caller's; False if the queue is full. It must not raise."""
-        return self._enqueue(self._loads if load else self._stores, [(job, nbytes)])
+        return self._enqueue(self._lane(load, False), [(job, nbytes)])
 
     def late(self, transfer: Transfer) -> None:
         """Its caller has gone, but a part may hang in a system call: count it until it ends."""
@@ -267,20 +275,24 @@ class Mover:
     @property
     def backlog(self) -> int:
         """Jobs that wait for a thread."""
-        return len(self._loads.jobs) + len(self._stores.jobs)
+        return sum(len(lane.jobs) for lane in self._lanes)
 
     @property
     def queued_bytes(self) -> tuple[int, int]:
         """(loads, stores), queued and running."""
-        return self._loads.bytes, self._stores.bytes
+        loads = sum(lane.bytes for lane in self._lanes if not lane.store)
+        return loads, sum(lane.bytes for lane in self._lanes) - loads
 
     def close(self, timeout: float) -> bool:
         """Refuse new jobs, let the queued ones end; False if some still run at the deadline."""
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closed = True
-            self._lock.wait_for(lambda: not self._loads.bytes and not self._stores.bytes, timeout)
+            self._lock.wait_for(lambda: not any(lane.bytes for lane in self._lanes), timeout)
         return self._executor.close(max(0.0, deadline - time.monotonic()))
+
+    def _lane(self, load: bool, far: bool) -> Lane:
+        return next(lane for lane in self._lanes if (lane.store, lane.far) == (not load, far))
 
     def _enqueue(self, lane: Lane, jobs: Sequence[tuple[Callable[[], None], int]]) -> bool:
         nbytes = sum(size for _, size in jobs)
@@ -289,7 +301,7 @@ class Mover:
                 return False
             self._late = {t for t in self._late if t.running}
             hanging = sum(transfer.active for transfer in self._late)
-            if hanging >= (self._threads if lane is self._loads else self._store_threads):
+            if hanging >= (self._store_threads if lane.store else self._threads):
                 return False
             lane.bytes += nbytes
             lane.jobs.extend(jobs)
@@ -298,23 +310,30 @@ class Mover:
         return True
 
     def _next(self) -> None:
-        """Run a job. After a store go on: others may have found too many stores running."""
+        """Run a job. After one of a kind that may not take all threads go on: others may have
+        found too many of them running."""
         while self._run_one():
             continue
 
     def _run_one(self) -> bool:
         with self._lock:
-            storing = not self._loads.jobs
-            if storing and (not self._stores.jobs or self._storing >= self._store_threads):
+            lane = next((lane for lane in self._lanes if lane.jobs and self._may_run(lane)), None)
+            if lane is None:
                 return False
-            lane = self._stores if storing else self._loads
-            self._storing += storing
+            self._storing += lane.store
+            self._reaching += lane.far
             job, nbytes = lane.jobs.popleft()
         try:
             job()
         finally:
             with self._lock:
                 lane.bytes -= nbytes
-                self._storing -= storing
+                self._storing -= lane.store
+                self._reaching -= lane.far
                 self._lock.notify_all()
-        return storing
+        return lane.store or lane.far
+
+    def _may_run(self, lane: Lane) -> bool:
+        if lane.store and self._storing >= self._store_threads:
+            return False
+        return not (lane.far and self._reaching >= self._far_threads)

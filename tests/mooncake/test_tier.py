@@ -25,8 +25,8 @@ from tieredkv.errors import CapacityError
 from tieredkv.testing import TierSuite
 from tieredkv.testing.tier_suite import batch
 from tieredkv.tiers.base import Tier
-from tieredkv.tiers.mooncake.catalogue import QUESTIONS, Catalogue
-from tieredkv.tiers.mooncake.client import PoolClient
+from tieredkv.tiers.mooncake.catalogue import QUESTIONS, SECONDS, Catalogue
+from tieredkv.tiers.mooncake.client import CALLS, PoolClient
 from tieredkv.tiers.mooncake.objects import HEADER, object_name
 from tieredkv.tiers.mooncake.tier import MooncakeTier
 from tieredkv.types import Batch, Outcome
@@ -269,6 +269,51 @@ def test_questions_of_a_pool_that_is_down_are_answered_at_once() -> None:
     assert time.monotonic() - began < 0.1
     catalogue.close()
     assert catalogue.answer(catalogue.ask([b"k"]), wait=False) == 0
+
+
+def test_what_cannot_be_removed_now_keeps_no_thread_busy() -> None:
+    catalogue = Catalogue(Nobody("127.0.0.1:1", 0, "tcp", "", None), ["x"], 10, None)
+    catalogue.stored([b"a", b"b"])
+    catalogue.left([b"a"])
+    catalogue.remove([b"b"])
+    (thread,) = (t for t in catalogue._threads if t.name == "tieredkv-pool")
+    clock = time.pthread_getcpuclockid(thread.ident or 0)
+    before = time.clock_gettime(clock)
+    time.sleep(1.0)
+    assert time.clock_gettime(clock) - before < 0.3
+    catalogue.close()
+
+
+def test_a_prober_survives_what_the_library_raises(
+    pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, raised = PoolClient._set_up, []
+
+    def failing(self: PoolClient, host: str) -> bool:
+        if len(raised) < 2:
+            raised.append(TimeoutError() if raised else ValueError("of the library"))
+            raise raised[-1]
+        return inner(self, host)
+
+    monkeypatch.setattr(PoolClient, "_set_up", failing)
+    client = PoolClient(pool, 0, "tcp", "", LOCALHOST)
+    assert client.exist(["x"]) == [0]
+    assert len(raised) == 2
+    assert client.close()
+
+
+def test_questions_wait_for_no_transfer(pool: str) -> None:
+    one = side(pool)
+    assert one.write(batch([1]), rows([1])) == [Outcome.OK]
+    time.sleep(SECONDS)
+    for _ in range(CALLS):
+        assert one.tier.client._turns.acquire(timeout=1)
+    assert one.found(batch([1]).keys) == 1
+    assert one.tier.read(batch([1]), rows([0])) == [Outcome.BUSY], "the pool itself is fine"
+    for _ in range(CALLS):
+        one.tier.client._turns.release()
+    assert one.tier.read(batch([1]), rows([0])) == [Outcome.OK]
+    one.close()
 
 
 def test_too_many_questions_are_answered_with_nothing(pool: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from cachetools import TTLCache
 
@@ -81,27 +81,16 @@ class _Client:
         here = self.breaker.call(lambda pool: [int(pool.exists(_key(name))) for name in names])
         return here or []
 
-    def call(self, work: Callable[[Any], T]) -> T | None:
-        return self.breaker.call(lambda pool: work(_Store(pool, self._catalogue)))
-
-    def answered(self, codes: Sequence[int]) -> None:
-        pass
+    def remove(self, names: Sequence[str]) -> list[int] | None:
+        return self.breaker.call(lambda pool: [self._remove(pool, _key(name)) for name in names])
 
     def close(self) -> None:
         pass
 
-
-class _Store:
-    def __init__(self, pool: Pool, catalogue: SteppedCatalogue) -> None:
-        self._pool, self._catalogue = pool, catalogue
-
-    def batch_remove(self, names: Sequence[str]) -> list[int]:
-        return [self._remove(_key(name)) for name in names]
-
-    def _remove(self, key: bytes) -> int:
-        if key not in self._pool.blocks:
+    def _remove(self, pool: Pool, key: bytes) -> int:
+        if key not in pool.blocks:
             return ABSENT
-        if not self._pool.remove(key):
+        if not pool.remove(key):
             return LEASED
         self._catalogue.removing(key, key in self._catalogue.doomed)
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,10 @@ from tests.store.stepped import SIZE, Shape, Side
 from tests.store.world import chain, payload
 from tieredkv import Outcome
 from tieredkv.buffers import host_blocks
+from tieredkv.executor import DaemonExecutor
+from tieredkv.mover import Mover, Transfer
 from tieredkv.testing import ManualClock
+from tieredkv.types import Batch, Move
 
 
 @pytest.fixture
@@ -146,3 +150,109 @@ def test_a_pool_that_comes_back_empty_is_filled_again_from_memory(
         side.settle()
         assert side.core.check() == []
     assert one.catalogue.own == set(pool.blocks)
+
+
+def test_blocks_that_nobody_has_asked_for_are_not_adopted(pool: Pool, clock: ManualClock) -> None:
+    """What was known when the question began has gone when the answer comes."""
+    one, other = (Side(Shape(dram=4, real=True), pool, clock) for _ in range(2))
+    keys = chain((0, 1, 2))
+    put(one, keys)
+    one.settle()
+    for key in keys[:2]:
+        del pool.blocks[key]
+    other.link.closed = False  # so that what it stores stays in its memory
+    put(other, keys[:2])
+    other.link.closed = True
+    unknown = other.core.unknown(keys)
+    assert list(unknown) == list(keys[2:])
+    question = other.core.shared.ask(unknown)  # type: ignore[union-attr]
+    other.catalogue.step()
+    assert other.core.shared.answer(question, wait=False) == 1  # type: ignore[union-attr]
+    other.core.planner.delete(keys[:1])  # stands for an eviction
+    other.core.adopt(keys, 1)
+    assert other.core.planner.match(keys).blocks == 0
+
+
+def test_a_blip_of_the_pool_does_not_send_the_disk_through_it(
+    pool: Pool, clock: ManualClock
+) -> None:
+    side = Side(Shape(dram=4, shared=6, disk=100, real=True), pool, clock)
+    for symbol in range(10):
+        put(side, chain((symbol, 1, 2, 3)))
+        side.settle()
+        clock.advance(1.0)
+    side.tier.written.clear()
+    side.link.failures += 1
+    put(side, chain((99, 1)))
+    side.settle()
+    assert len(side.tier.written) <= 4 + 2, "memory, and what is new"
+
+
+def test_bytes_of_a_deleted_block_are_not_those_of_its_successor(
+    pool: Pool, clock: ManualClock
+) -> None:
+    """The first copy comes late, when the second one is on its way as well."""
+    side, keys = Side(Shape(dram=2, real=True), pool, clock), chain((0,))
+    put(side, keys)
+    side.core.delete(keys)
+    while side.catalogue.step():
+        pass
+    put(side, keys, version=1)
+    side.settle()
+    for _ in range(3):
+        clock.advance(LEASE)
+        side.settle()
+    assert pool.blocks.get(keys[0]) in (None, payload(keys[0], 1, SIZE))
+    assert (keys[0] in side.held()) <= (keys[0] in pool.blocks)
+
+
+class Slow:
+    """A tier without memory of its own, which notes what it is given."""
+
+    inline = durable = False
+    block_bytes, slots = SIZE, 100
+
+    def __init__(self, name: str, far: bool = False) -> None:
+        self.name, self.far = name, far
+        self.hang = threading.Event()
+        self.written: list[Batch] = []
+
+    def write(self, batch: Batch, sources: object) -> list[Outcome]:
+        if self.far:
+            assert self.hang.wait(20)
+        self.written.append(batch)
+        return [Outcome.OK] * len(batch)
+
+    def read(self, batch: Batch, targets: object) -> list[Outcome]:
+        return [Outcome.OK] * len(batch)
+
+    def views(self, slots: Sequence[int]) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_pin_arrives_through_a_staging_copy() -> None:
+    tiers = [Slow("a"), Slow("b")]
+    move = Move(0, 1, [b"k"], [1], [0], [0], [0], pin=7.0)
+    Transfer(move, tiers, None, 1, lambda transfer: None).run_all()
+    assert [batch.pin for batch in tiers[1].written] == [7.0]
+
+
+def test_copies_to_a_machine_that_hangs_leave_threads_to_the_others() -> None:
+    far, near = Slow("far", far=True), Slow("near")
+    mover = Mover(DaemonExecutor(4, "test"), 4, 1 << 30, 1 << 30)
+
+    def start(tier: Slow) -> Transfer:
+        move = Move(None, 0, [b"k"], [1], [0], [], [0])
+        transfer = Transfer(move, [tier], [bytes(SIZE)], 1, lambda transfer: None)
+        assert mover.start(transfer, SIZE, load=False)
+        return transfer
+
+    hanging = [start(far) for _ in range(10)]
+    assert start(near).expire(10) == [Outcome.OK]
+    assert all(transfer.running for transfer in hanging)
+    far.hang.set()
+    assert [transfer.expire(10) for transfer in hanging] == [[Outcome.OK]] * 10
+    assert mover.close(10)

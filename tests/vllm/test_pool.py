@@ -167,6 +167,24 @@ def test_a_reset_leaves_the_pool_to_those_with_the_old_weights(
         check_nothing_leaked(llm)
 
 
+def test_a_reset_before_the_first_request_leaves_the_pool_as_well(
+    model: Path, expected: list[Turn], pool: tuple[Master, Owner]
+) -> None:
+    """As where weights are loaded into an engine that has just started."""
+    config = connector([dram(), shared(pool[0])])
+    with engine(model, config) as llm:
+        play(TALK, settled(llm, forget=True))
+        stored(llm)
+    with engine(model, config) as llm:
+        assert side(llm).sides is None
+        assert llm.reset_prefix_cache(reset_connector=True)
+        hits = count_hits(llm)
+        assert difference(expected, play(TALK, settled(llm, forget=True))) is None
+        assert set(hits) <= {"dram"}
+        shipping = side(llm).sides.shipping
+        assert not any(run.count[1] for run in shipping.planner.res.tree.runs.values())
+
+
 def test_real_processes_with_two_ranks(
     model: Path, expected: list[Turn], pool: tuple[Master, Owner]
 ) -> None:

@@ -52,8 +52,15 @@ class Scheduler:
         self._chunk = config.block_tokens
         self._stores, self._loads_too = role != "kv_consumer", role != "kv_producer"
         self._fingerprint = fingerprint
-        self._disk = open_disk(config, fingerprint, rank=None)
         self._pool = open_client(config)
+        try:
+            self._disk = open_disk(config, fingerprint, rank=None)
+        except BaseException:
+            if self._pool is not None:
+                self._pool.close()
+            raise
+        self._left = False
+        """Other engines' blocks are not this one's any more."""
         self._asked: float | None = None
         """When the first request had to wait for the ranks' hello."""
         self._hellos: list[Hello] = []
@@ -245,7 +252,7 @@ class Scheduler:
             tracked.fresh, tracked.saved = False, 0
             if tracked.loading:
                 self._cancelled.append(name)
-        dropped = 0
+        dropped, self._left = 0, True
         try:
             if self.sides is not None:
                 self.sides.saves.forget()
@@ -373,6 +380,8 @@ class Scheduler:
                 self._count,
                 self._prefill,
             )
+            if self._left:  # before the ranks were heard of
+                self.sides.shipping.leave()
         except Exception:
             self._asked = float("-inf")
             log.exception("the cache is off: nothing is stored and nothing loaded")

@@ -192,7 +192,7 @@ class Worker:
         if tiers and not self._mover.close(self._config.mover.close_deadline):
             log.error("close: transfers still hang; their tiers stay open")
             return False
-        for tier in tiers:
+        for tier in reversed(tiers):
             tier.close()
         if self._directory is not None:
             self._directory.close()

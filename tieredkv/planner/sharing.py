@@ -26,13 +26,17 @@ def publish(res: Residency, room: Room, now: float, blocks: int) -> None:
             return
         del res.unshared[run_id]
         run = res.tree.runs.get(run_id)
-        if run is None or not run.visible:
-            continue
+        if run is None or not run.visible or not _in_memory(res, run):
+            continue  # what only a disk has is not worth its reads
         lacking = _lacking(res, run, tier)
         got = room.make(tier, len(lacking), now, leaf_on_path(run, tier))
         for _, part in groupby(lacking[:got], itemgetter(2)):
             room.issue(part, tier)
         blocks -= got
+
+
+def _in_memory(res: Residency, run: Run) -> bool:
+    return any(count and t not in (res.durable, res.shared) for t, count in enumerate(run.count))
 
 
 def _lacking(res: Residency, run: Run, tier: int) -> list[tuple[Run, int, int]]:
@@ -63,7 +67,7 @@ def strays(res: Residency, move: Move, write: Sequence[Outcome]) -> list[bytes]:
             continue
         run = res.tree.find(key)  # stored anew?
         again = run is not None and _held(run.slots[tier], run.keys.index(key))
-        if not again and key not in res.levels[tier].writing:
+        if not again:
             found.append(key)
     return found
 

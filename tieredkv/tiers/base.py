@@ -7,7 +7,7 @@ checked by inheriting `tieredkv.testing.TierSuite`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -85,6 +85,11 @@ class SharedCatalogue(Protocol):
     """Are blocks to be kept for as long as their sessions are expected back?"""
     shed: Callable[[int], object] | None
     """Called, on any thread, with a number of blocks that this process is to give up."""
+
+    @property
+    def doomed(self) -> Container[bytes]:
+        """Blocks that `remove` was told of and that may still be there."""
+        ...
 
     @property
     def available(self) -> bool:

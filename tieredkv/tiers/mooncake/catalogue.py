@@ -23,6 +23,8 @@ from tieredkv.tiers.mooncake.objects import ABSENT, object_name
 KNOWN, SECONDS = 1 << 16, 1.0
 """Blocks whose existence is remembered, and for how long: each question renews a lease in the
 pool, and what is leased cannot be removed."""
+DOOMED = 1 << 20
+"""Deleted blocks that are remembered until they are gone: some 100 MB at most."""
 GONE = 10.0
 """Seconds for which a block that could not be got counts as absent: as long as the master goes
 on listing what a dead process held (its `client_ttl`)."""
@@ -152,7 +154,9 @@ class Catalogue:
                 del self._own[key]
                 self._present.pop(key, None)
                 self._leaving[key] = None
-            _trim(self._leaving)  # what is forgotten here leaves by the master's own eviction
+            _trim(
+                self._leaving, KNOWN
+            )  # what is forgotten here leaves by the master's own eviction
             self._wake.notify()
 
     def remove(self, keys: Iterable[bytes]) -> None:
@@ -162,7 +166,7 @@ class Catalogue:
                 self._leaving.pop(key, None)
                 self._present.pop(key, None)
                 self.doomed[key] = None
-            _trim(self.doomed)
+            _trim(self.doomed, DOOMED)
             self._retry = 0.0
             self._wake.notify()
 
@@ -199,12 +203,13 @@ class Catalogue:
             if question is not None:
                 question.found = self._found(question.keys)
                 question.done.set()
-            elif self.available:
+            else:
                 self._remove_some()
 
     def _due(self) -> bool:
         late = bool(self.doomed) and time.monotonic() >= self._retry
-        return self._closed or bool(self._questions or self._leaving or late)
+        work = self.available and bool(self._leaving or late)
+        return self._closed or work or bool(self._questions)
 
     def _found(self, keys: Sequence[bytes]) -> int:
         with self._wake:
@@ -220,15 +225,14 @@ class Catalogue:
             return sum(1 for _ in takewhile(self._present.__contains__, keys))
 
     def _remove_some(self) -> None:
-        """Unforced: a forced removal under a reader gives him mixed bytes."""
+        """One call's worth of what is deleted, else of what has left."""
         count = max(1, BATCH // len(self._identities))
         with self._wake:
             deleted = bool(self.doomed) and time.monotonic() >= self._retry
             keys = list(islice(self.doomed if deleted else self._leaving, count))
-        names = self._names(keys)
-        codes = self._client.call(lambda store: [int(c) for c in store.batch_remove(names)])
-        if codes is not None:
-            self._client.answered(codes)
+        if not keys or not self.available:
+            return
+        codes = self._client.remove(self._names(keys))
         with self._wake:
             if not deleted:
                 for key in keys:
@@ -267,6 +271,6 @@ class Catalogue:
         return ceil(over * share / self._block_bytes)
 
 
-def _trim(keys: dict[bytes, None]) -> None:
-    while len(keys) > KNOWN:
+def _trim(keys: dict[bytes, None], most: int) -> None:
+    while len(keys) > most:
         del keys[next(iter(keys))]

@@ -29,8 +29,6 @@ CALLS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 library allows some 32 per client."""
 TURN = 1.0
 """Seconds that a call waits for its turn."""
-SLOW = 1.8
-"""Seconds after which a call has met something frozen: the library gives up after 1 to 2."""
 CONNECT = 0.2
 """Seconds for a connection to the master's port, before the library is let near it."""
 OPENING = 5.0
@@ -73,6 +71,7 @@ class PoolClient:
         self._running = 0
         self._closed = False
         self._regions: list[tuple[int, int]] = []
+        self._registered: list[tuple[int, int]] = []
         self._opened = threading.Event()
         self._prober = threading.Thread(
             target=self._probe, name="tieredkv-mooncake-probe", daemon=True
@@ -87,34 +86,36 @@ class PoolClient:
         with self._changed:
             self._regions.append((address, nbytes))
             store = self._store
-        if store is not None and store.register_buffer(address, nbytes):
-            log.warning("mooncake: %d bytes of memory cannot be registered", nbytes)
+        if store is not None:
+            self._register(store, address, nbytes)
 
-    def call(self, work: Callable[[Any], T]) -> T | None:
+    def reaches(self, address: int, nbytes: int) -> bool:
+        """Is this memory registered?"""
+        end = address + nbytes
+        return any(lo <= address and end <= lo + size for lo, size in self._registered)
+
+    def call(self, work: Callable[[Any], T], *, data: bool = True) -> T | None:
         """`work(library's store)`, in this thread; None where it is not even tried: closed, down,
-        a forked child, or no turn. The caller tells `answered` what came back."""
-        if (
-            os.getpid() != self._pid
-            or not self.breaker.closed
-            or not self._turns.acquire(timeout=TURN)
-        ):
+        a forked child, or no turn. What moves no `data` needs no turn. The caller tells
+        `answered` what came back."""
+        if os.getpid() != self._pid or not self.breaker.closed:
+            return None
+        if data and not self._turns.acquire(timeout=TURN):
             return None
         try:
             with self._changed:
                 if self._closed or not self.breaker.closed:
                     return None
                 self._running += 1
-            began = time.monotonic()
             try:
                 return work(self._store)
             finally:
                 with self._changed:
                     self._running -= 1
                     self._changed.notify_all()
-                if time.monotonic() - began > SLOW:
-                    self.broke("a call hung")
         finally:
-            self._turns.release()
+            if data:
+                self._turns.release()
 
     def answered(self, codes: Sequence[int]) -> None:
         """Open the circuit if these say that the master is gone."""
@@ -132,10 +133,18 @@ class PoolClient:
     def exist(self, names: list[str]) -> list[int]:
         """1, 0 or an error code per object; none at all where that is not known. May hang for
         as long as the library does."""
-        codes = self.call(lambda store: list(store.batch_is_exist(names))) if names else []
-        if codes:
-            self.answered(codes)
-        return codes or []
+        if not names:
+            return []
+        codes = self.call(lambda store: list(store.batch_is_exist(names)), data=False) or []
+        self.answered(codes)
+        return codes
+
+    def remove(self, names: list[str]) -> list[int] | None:
+        """0 or an error code per object; None where it was not tried. Unforced: a forced removal
+        under a reader gives him mixed bytes."""
+        codes = self.call(lambda store: list(map(int, store.batch_remove(names))), data=False)
+        self.answered(codes or ())
+        return codes
 
     def close(self) -> bool:
         """Wait for what is under way, then leave the pool; False if something hangs: then the
@@ -179,12 +188,15 @@ class PoolClient:
         """Does the master answer? Where nobody listens the library is not asked: it would try
         for seconds."""
         try:
-            self._connect()
+            here = self._connect()
+            if self._store is None and not self._set_up(self._host or here):
+                return False
+            return int(self._store.batch_is_exist([PROBE])[0]) >= 0
         except OSError:
             return False
-        if self._store is None and not self._set_up():
+        except Exception:  # the library's: without its prober a client would stay down
+            log.exception("mooncake: the probe of master %s failed", self._master)
             return False
-        return int(self._store.batch_is_exist([PROBE])[0]) >= 0
 
     def _connect(self) -> str:
         """The address from which this machine reaches the master. Raises OSError."""
@@ -192,10 +204,10 @@ class PoolClient:
         with socket.create_connection((host.strip("[]"), int(port)), CONNECT) as connection:
             return str(connection.getsockname()[0])
 
-    def _set_up(self) -> bool:
+    def _set_up(self, host: str) -> bool:
         store = self._library.MooncakeDistributedStore()
         code = store.setup(
-            self._host or self._connect(),
+            host,
             "P2PHANDSHAKE",
             self._segment,
             0 if self._segment else 16 << 20,
@@ -210,8 +222,14 @@ class PoolClient:
             self._store = store
             regions = list(self._regions)
         for address, nbytes in regions:
-            store.register_buffer(address, nbytes)
+            self._register(store, address, nbytes)
         return True
+
+    def _register(self, store: Any, address: int, nbytes: int) -> None:
+        if store.register_buffer(address, nbytes):
+            log.warning("mooncake: %d bytes of memory cannot be registered", nbytes)
+        else:
+            self._registered.append((address, nbytes))
 
 
 def load_library() -> Any:

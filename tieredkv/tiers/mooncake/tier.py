@@ -48,6 +48,7 @@ class MooncakeTier:
 
     inline = False
     durable = False
+    far = True
 
     def __init__(
         self,
@@ -73,7 +74,6 @@ class MooncakeTier:
         self.client, self._staged = client, staged
         self.refused: Container[bytes] = ()
         """Blocks that are not to be put: older bytes of theirs are being removed."""
-        self._regions: list[tuple[int, int]] = []
         self._stages: queue.Queue[Stage] = queue.Queue()
         for _ in range(CALLS):
             stage = Stage(block_bytes, staged)
@@ -86,7 +86,6 @@ class MooncakeTier:
 
     def register(self, address: int, nbytes: int) -> None:
         """Blocks in this memory need no copy. It must stay until `close`."""
-        self._regions.append((address, nbytes))
         self.client.register(address, nbytes)
 
     # -- the protocol ---------------------------------------------------------------------
@@ -141,7 +140,7 @@ class MooncakeTier:
 
         answer = self.client.call(put)
         if answer is None:
-            return [Outcome.FAILED] * len(names)
+            return self._untried(names)
         codes, seen = answer
         self.client.answered([*codes, *seen])
         visible = iter(seen)
@@ -154,7 +153,7 @@ class MooncakeTier:
             lambda store: list(store.batch_get_into_multi_buffers(names, pointers, sizes))
         )
         if codes is None:
-            return [Outcome.FAILED] * len(names)
+            return self._untried(names)
         self.client.answered(codes)
         outcomes = []
         for i, (name, code) in enumerate(zip(names, codes, strict=True)):
@@ -167,15 +166,16 @@ class MooncakeTier:
             outcomes.append(outcome)
         corrupt = [n for n, o in zip(names, outcomes, strict=True) if o is Outcome.CORRUPT]
         if corrupt:  # for everybody, as far as nobody reads it
-            self.client.call(lambda store: store.batch_remove(corrupt))
+            self.client.remove(corrupt)
         return outcomes
+
+    def _untried(self, names: list[str]) -> list[Outcome]:
+        """While the pool answers, others were before us: that says nothing about the blocks."""
+        return [Outcome.BUSY if self.client.breaker.closed else Outcome.FAILED] * len(names)
 
     def _foreign(self, row: Bytes) -> bool:
         """Can the library not reach this memory?"""
-        if not self._staged:
-            return False
-        at = row.ctypes.data
-        return not any(lo <= at and at + len(row) <= lo + size for lo, size in self._regions)
+        return self._staged and not self.client.reaches(row.ctypes.data, len(row))
 
     @contextmanager
     def _stage(self) -> Iterator[Stage | None]:
