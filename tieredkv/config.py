@@ -124,8 +124,8 @@ class NvmeConfig(TierConfig):
     path: Path
     min_free: Size = ByteSize(1 << 30)
     """Bytes of the filesystem that stay free: the tier stops growing before."""
-    engine: Literal["auto", "direct", "portable"] = "auto"
-    """`direct` O_DIRECT, `portable` buffered; `auto` falls back with a warning."""
+    engine: Literal["auto", "gds", "direct", "portable"] = "auto"
+    """`gds` kvikio, `direct` O_DIRECT, `portable` buffered; `auto` falls back with a warning."""
     segment: Positive = ByteSize(256 << 20)
     """Size of one segment file."""
     write: Literal["on_evict", "through", "off"] = "on_evict"

@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from tieredkv.tiers.base import BlockBuffer
-from tieredkv.tiers.nvme.engines import File, Selection
+from tieredkv.tiers.nvme.engines import File
+from tieredkv.tiers.nvme.selection import Selection
 
 SECTOR = 512
 

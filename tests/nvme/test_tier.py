@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.nvme.world import (
+    ENGINE,
     FP,
     MIB,
     batch,
@@ -32,7 +33,8 @@ from tieredkv.errors import BlockSizeError, CapacityError, ClosedError, Director
 from tieredkv.testing import TierSuite
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.nvme.directory import Directory
-from tieredkv.tiers.nvme.engines import DirectEngine, File, PortableEngine
+from tieredkv.tiers.nvme.engines import DirectEngine, Engine, File, PortableEngine
+from tieredkv.tiers.nvme.gds import GdsEngine
 from tieredkv.tiers.nvme.tier import NvmeTier
 from tieredkv.types import Batch, Outcome
 
@@ -40,7 +42,7 @@ OK, CORRUPT, FAILED, BUSY = Outcome.OK, Outcome.CORRUPT, Outcome.FAILED, Outcome
 
 
 class TestDirect(TierSuite):
-    engine: Literal["auto", "direct", "portable"] = "direct"
+    engine: Literal["auto", "gds", "direct", "portable"] = "direct"
     segment = 96 << 10  # several segments
 
     @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ class TestPortableUnaligned(TestDirect):
 
 
 class Hooked:
-    """A direct engine whose calls a test can intercept: `hook(call, number, args) -> result`."""
+    """A direct engine, or `gds`, whose calls a test can intercept: `hook(number, do, args)`."""
 
     name = "hooked"
 
@@ -91,7 +93,8 @@ class Hooked:
         self.alignment = alignment
         self.on: dict[str, Callable[[int, Callable[[], Any], tuple[Any, ...]], Any]] = {}
         self.calls: dict[str, int] = {"pwrite": 0, "pread": 0, "sync": 0, "open": 0}
-        self.inner = PortableEngine() if alignment == 1 else DirectEngine()
+        direct = GdsEngine("compat") if ENGINE == "gds" else DirectEngine()
+        self.inner: Engine = PortableEngine() if alignment == 1 else direct
 
     def call(self, name: str, do: Callable[..., Any], *args: Any) -> Any:
         self.calls[name] += 1
@@ -129,7 +132,7 @@ def fail(code: int) -> Callable[..., Any]:
     return hook
 
 
-@pytest.mark.parametrize("engine", ["direct", "portable"])
+@pytest.mark.parametrize("engine", dict.fromkeys(["direct", "portable", ENGINE]))
 @pytest.mark.parametrize("size", [4096, 4095, 1536, 1])
 def test_a13_any_size_and_alignment(tmp_path: Path, engine: Any, size: int) -> None:
     with opened(tmp_path, size, engine=engine) as tier:
@@ -167,7 +170,7 @@ def test_a13_refused_direct_io_falls_back_with_one_warning(
                 f"{target}.{moment}", refuse
             )
             caplog.clear()
-            with opened(tmp_path / moment) as tier:
+            with opened(tmp_path / moment, engine="auto") as tier:
                 put(tier, range(20))
                 assert get(tier, range(20)) == [OK] * 20
                 assert tier.mode == "portable"
@@ -440,7 +443,7 @@ def test_misuse_raises(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_touches_nothing(tmp_path: Path) -> None:
-    for engine in ("direct", "portable"):
+    for engine in ("direct", "portable", ENGINE):
         with opened(tmp_path / engine, engine=engine) as tier:
             put(tier, [0])
             pid = os.fork()

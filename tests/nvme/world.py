@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from tieredkv.types import Batch, Fingerprint, Outcome
 
 FP = Fingerprint("model", layout="X")
 MIB = 1 << 20
+ENGINE = os.environ.get("TIEREDKV_TEST_ENGINE", "auto")
+"""Of tiers whose test asks for no other: the tests of `gds` run these again with theirs."""
 
 
 def key_of(n: int) -> bytes:
@@ -58,6 +61,7 @@ def opened(
     root: Path, size: int = 4096, capacity: int | None = 4 * MIB, **kw: Any
 ) -> Iterator[NvmeTier]:
     """A tier on its own directory; `fp` and `rank` may be given."""
+    kw.setdefault("engine", ENGINE)
     directory = Directory.open(root, kw.pop("fp", FP), 16, kw.pop("rank", 0))
     try:
         tier = NvmeTier(directory, "nvme", size, capacity, min_free=kw.pop("min_free", 0), **kw)
@@ -73,6 +77,7 @@ class MiniStore:
     """Tier and index used in the one order that is safe; every block is a chain of its own."""
 
     def __init__(self, root: Path, size: int = 4096, capacity: int = 4 * MIB, **kw: Any) -> None:
+        kw.setdefault("engine", ENGINE)
         self.directory = Directory.open(root, kw.pop("fp", FP), 16)
         self.executor = StepExecutor()
         self.index = DurableIndex(self.directory.index_path, self.executor)

@@ -99,6 +99,17 @@ def no_direct_io(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opening(nvme(root, engine="direct"), block_bytes=SIZE)
 
 
+def no_kvikio(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    opening(nvme(root, engine="gds"), block_bytes=SIZE)
+
+
+def no_driver(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("tieredkv.tiers.nvme.gds.DRIVER", "libno-such-driver.so.1")
+    opening(nvme(root, engine="gds"), block_bytes=SIZE)
+
+
 def made(config: Any, fingerprint: Any = FP, **more: Any) -> None:
     TieredKVStore(config, fingerprint, **more)
 
@@ -140,7 +151,9 @@ OPENINGS = [
     Opening("`path` is no directory", DirectoryError, lambda r, m: no_directory(r)),
     Opening("`path` may not be written", DirectoryError, not_allowed),
     Opening("a model's directory is a symbolic link", DirectoryError, lambda r, m: linked(r)),
-    Opening("`engine: direct` where O_DIRECT is refused", DirectoryError, no_direct_io),
+    Opening("`engine: direct` or `gds` where O_DIRECT is refused", DirectoryError, no_direct_io),
+    Opening("`engine: gds` without kvikio", ConfigError, no_kvikio),
+    Opening("`engine: gds` without a CUDA driver", ConfigError, no_driver),
     Opening("the directory holds blocks of another size", FormatError, lambda r, m: other_size(r)),
     Opening(
         "the directory is of another format version", FormatError, lambda r, m: other_version(r)

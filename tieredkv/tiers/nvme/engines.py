@@ -1,5 +1,7 @@
 """How bytes reach a segment file: `direct` (O_DIRECT) or `portable` (buffered, aiofiles).
 
+`gds` has a module of its own; `selection` chooses between them.
+
 An engine opens files; a file does positional, vectored I/O. Both are thread-safe. A partial
 transfer is a short count, an error is an OSError; nothing is retried here. Buffers are used
 only during the call.
@@ -9,25 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
-import mmap
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from aiofiles.base import wrap
 
-from tieredkv.errors import DirectoryError
 from tieredkv.executor import DaemonExecutor
 from tieredkv.tiers.base import BlockBuffer
 
-log = logging.getLogger(__name__)
-
 PAGE = 4096
-REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 POLL = 60.0
 T = TypeVar("T")
 
@@ -196,54 +192,3 @@ class _Pool:
 
     def close(self) -> None:
         self._threads.close(5.0)
-
-
-class Selection(NamedTuple):
-    """An engine and why it was chosen."""
-
-    engine: Engine
-    reason: str
-
-
-def select(kind: str, directory: Path) -> Selection:
-    """The engine that `kind` (auto, direct, portable) means for files in `directory`.
-
-    `auto` tries O_DIRECT once, with real I/O, and falls back with one warning. Raises
-    DirectoryError if `direct` is demanded and refused, or the directory takes no file.
-    """
-    if kind == "portable":
-        return Selection(PortableEngine(), "configured")
-    direct = DirectEngine()
-    try:
-        refusal = _probe(direct, directory / "probe.tmp")
-    except OSError as error:
-        raise DirectoryError(f"{directory}: cannot write a test page: {error}") from error
-    if refusal is None:
-        return Selection(direct, "configured" if kind == "direct" else "O_DIRECT works")
-    if kind == "direct":
-        raise DirectoryError(
-            f"{directory}: the filesystem refuses O_DIRECT ({refusal}); use engine: auto"
-        )
-    log.warning("%s refuses O_DIRECT (%s): buffered I/O, slower", directory, refusal)
-    return Selection(PortableEngine(), f"O_DIRECT refused: {refusal}")
-
-
-def _probe(engine: Engine, path: Path) -> str | None:
-    """Write and read one page; the refusal, or None. Raises OSError for other troubles."""
-    page = mmap.mmap(-1, PAGE)
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        file = engine.open(path)
-        try:
-            view = [memoryview(page)]
-            if file.pwrite(view, 0) != PAGE or file.pread(view, 0) != PAGE:
-                return "short transfer"
-        finally:
-            file.close()
-    except OSError as error:
-        if error.errno in REFUSED:
-            return os.strerror(error.errno)
-        raise
-    finally:
-        path.unlink(missing_ok=True)
-    return None

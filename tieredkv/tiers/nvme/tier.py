@@ -15,10 +15,11 @@ import xxhash
 from tieredkv.errors import BlockSizeError, ClosedError, UsageError
 from tieredkv.tiers.base import BlockBuffer, BlockBuffers
 from tieredkv.tiers.nvme.directory import Directory
-from tieredkv.tiers.nvme.engines import Engine, File, select
+from tieredkv.tiers.nvme.engines import Engine, File
 from tieredkv.tiers.nvme.segment import Segment, identity
 from tieredkv.tiers.nvme.segments import SegmentSet
-from tieredkv.tiers.nvme.transfer import Transfer, Truncated
+from tieredkv.tiers.nvme.selection import select
+from tieredkv.tiers.nvme.transfer import CALL, Transfer, Truncated
 from tieredkv.types import Batch, Outcome
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class NvmeTier:
         capacity: int | None,
         *,
         min_free: int = 1 << 30,
-        engine: Literal["auto", "direct", "portable"] | Engine = "auto",
+        engine: Literal["auto", "gds", "direct", "portable"] | Engine = "auto",
         segment: int = 256 << 20,
         clock: Callable[[], float] = time.monotonic,
         ranks: int = 1,
@@ -88,7 +89,12 @@ class NvmeTier:
             self._engine.close()
             raise
         geometry = self._segments.geometry
-        self._transfer = Transfer(block_bytes, geometry.slot_bytes, self._engine.alignment)
+        self._transfer = Transfer(
+            block_bytes,
+            geometry.slot_bytes,
+            self._engine.alignment,
+            getattr(self._engine, "call_bytes", CALL),
+        )
         log.info("tier %s: %s I/O (%s)", name, self.mode, self.mode_reason)
 
     @property

@@ -29,8 +29,12 @@ class Transfer:
     such buffer per calling thread.
     """
 
-    def __init__(self, block_bytes: int, slot_bytes: int, alignment: int) -> None:
+    def __init__(
+        self, block_bytes: int, slot_bytes: int, alignment: int, call_bytes: int = CALL
+    ) -> None:
+        """At most `call_bytes` go into one call of the file."""
         self._block, self._slot, self._alignment = block_bytes, slot_bytes, alignment
+        self._call = call_bytes
         self._bounce_slots = max(1, BOUNCE // slot_bytes)
         self._free: list[mmap.mmap] = []
 
@@ -87,17 +91,17 @@ class Transfer:
     def _calls(
         self, buffers: Sequence[BlockBuffer]
     ) -> Iterator[tuple[Sequence[BlockBuffer], int, int]]:
-        """(buffers, bytes, offset of the first) of each system call for whole slots."""
+        """(buffers, bytes, offset of the first) of each call for whole slots."""
         slot = self._slot
-        if slot <= CALL:
-            n = CALL // slot
+        if slot <= self._call:
+            n = self._call // slot
             for first in range(0, len(buffers), n):
                 part = buffers[first : first + n]
                 yield part, len(part) * slot, first * slot
             return
         for i, buffer in enumerate(buffers):
-            for at in range(0, slot, CALL):
-                size = min(CALL, slot - at)
+            for at in range(0, slot, self._call):
+                size = min(self._call, slot - at)
                 yield [buffer[at : at + size]], size, i * slot + at
 
     def _fits(self, buffers: Sequence[BlockBuffer]) -> bool:

@@ -1,0 +1,267 @@
+"""Tests of `gds` that need kvikio and a driver; `test_gds.py` runs them in a process with both.
+
+The driver may be one that knows no device: then kvikio takes every pointer for host memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.nvme import test_tier
+from tests.nvme.world import FP, batch, get, opened, put, sources
+from tieredkv.errors import DirectoryError
+from tieredkv.tiers.base import Tier
+from tieredkv.tiers.nvme import gds
+from tieredkv.tiers.nvme.directory import Directory
+from tieredkv.tiers.nvme.gds import THREADS, GdsEngine
+from tieredkv.tiers.nvme.tier import NvmeTier
+from tieredkv.types import Outcome
+
+PAGE = 4096
+
+
+class TestGds(test_tier.TestDirect):
+    engine = "gds"
+
+
+class TestGdsUnaligned(test_tier.TestDirect):
+    engine = "gds"
+    block_bytes = 4095
+
+
+class TestGdsLarge(test_tier.TestDirect):
+    """Several tasks of kvikio for a block, several blocks for a call."""
+
+    engine = "gds"
+    block_bytes = gds.TASK + PAGE
+    segment = 8 << 20
+    blocks = 16
+
+    def make(self, tmp_path: Path) -> Tier:
+        directory = Directory.open(tmp_path / "root", FP, 16)
+        self.open_directories.append(directory)
+        options: Any = {"min_free": 0, "engine": self.engine, "segment": self.segment}
+        return NvmeTier(directory, "nvme", self.block_bytes, 20 << 20, **options)
+
+
+class Device:
+    """What torch's tensors of a GPU offer, over host memory."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return dict(self.array.__array_interface__)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, part: slice) -> Device:
+        return Device(self.array[part])
+
+
+def pages(n: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, n * PAGE, np.uint8)
+
+
+@pytest.fixture
+def engine() -> Iterator[GdsEngine]:
+    engine = GdsEngine("compat")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1024 * PAGE))
+    return path
+
+
+def test_the_mode_and_its_reason_are_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path, engine="gds") as tier:
+        assert (tier.mode, tier.mode_reason) == (
+            "compat",
+            "no GPUDirect Storage: KVIKIO_COMPAT_MODE=ON",
+        )
+        assert [r.levelname for r in caplog.records if "GPUDirect" in r.message] == ["WARNING"]
+    monkeypatch.setenv("KVIKIO_COMPAT_MODE", "AUTO")
+    with opened(tmp_path, engine="gds") as tier:  # the probe has been run
+        assert tier.mode == "compat"
+        assert "no GPUDirect Storage: " in tier.mode_reason
+        assert "KVIKIO" not in tier.mode_reason
+        put(tier, [0])
+    with opened(tmp_path, engine="auto") as tier:
+        assert (tier.mode, tier.mode_reason) == ("direct", "O_DIRECT works")
+        assert get(tier, [0]) == [Outcome.OK]
+
+
+def test_a_filesystem_without_direct_io_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("tieredkv.tiers.nvme.engines.DirectFile.pwrite", refuse)
+    with pytest.raises(DirectoryError, match="use engine: auto"), opened(tmp_path, engine="gds"):
+        pass
+
+
+def test_threads_and_direct_io_are_on(engine: GdsEngine, path: Path) -> None:
+    import kvikio
+    import kvikio.defaults
+
+    mode = kvikio.defaults.get("compat_mode")
+    file = engine.open(path)
+    assert kvikio.defaults.get("compat_mode") == mode  # the process's own is back
+    assert kvikio.defaults.get("num_threads") >= THREADS
+    assert kvikio.defaults.get("auto_direct_io_read")
+    assert kvikio.defaults.get("auto_direct_io_write")
+    assert file._file.is_direct_io_supported()  # type: ignore[attr-defined]
+    file.close()
+
+
+@pytest.mark.parametrize("sizes", [[1], [1, 2, 1], [300], [256, 700], [256] * 3])
+@pytest.mark.parametrize("kind", ["array", "view", "device"])
+def test_bytes_go_there_and_back(
+    engine: GdsEngine, path: Path, sizes: list[int], kind: str
+) -> None:
+    wrap: Any = {"array": lambda a: a, "view": memoryview, "device": Device}[kind]
+    file = engine.open(path)
+    written = [pages(n, i) for i, n in enumerate(sizes)]
+    total = sum(sizes) * PAGE
+    assert file.pwrite([wrap(a) for a in written], 3 * PAGE) == total
+    file.sync()
+    assert path.read_bytes()[3 * PAGE : 3 * PAGE + total] == b"".join(a.tobytes() for a in written)
+    back = [np.zeros_like(a) for a in written]
+    assert file.pread([wrap(a) for a in back], 3 * PAGE) == total
+    assert all((a == b).all() for a, b in zip(written, back, strict=True))
+    file.close()
+
+
+def test_reads_end_with_the_last_whole_page(engine: GdsEngine, path: Path) -> None:
+    file = engine.open(path)
+    target = pages(4)
+    assert file.pread([target], 1022 * PAGE) == 2 * PAGE
+    assert file.pread([target[:PAGE], target[PAGE:]], 1022 * PAGE) == 2 * PAGE
+    assert file.pread([target], 1024 * PAGE) == 0
+    assert file.pread([target], 4096 * PAGE) == 0
+    os.truncate(path, 1023 * PAGE + 100)
+    assert file.pread([target], 1022 * PAGE) == PAGE
+    file.close()
+
+
+def test_errors_have_their_numbers(engine: GdsEngine, path: Path) -> None:
+    file = engine.open(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * PAGE, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            file.pwrite([pages(1), pages(1)], 2 * PAGE)
+        assert caught.value.errno == errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    file._file.close()  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="not permitted") as caught:
+        file.pwrite([pages(1)], 0)
+    assert caught.value.errno == errno.EBADF
+    file.close()
+    for name, code in (("nothing", errno.ENOENT), (".", errno.EISDIR)):
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            engine.open(path.parent / name)
+        assert caught.value.errno == code
+
+
+@pytest.mark.parametrize("spare", range(3))
+def test_no_descriptors_are_left(engine: GdsEngine, path: Path, spare: int) -> None:
+    """A file takes three; whichever of them is lacking, none stays open."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            engine.open(path)
+        assert caught.value.errno == errno.EMFILE
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert os.listdir("/proc/self/fd") == before
+    engine.open(path).close()
+
+
+def test_close_twice(engine: GdsEngine, path: Path) -> None:
+    file = engine.open(path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        file.close()
+        assert len(os.listdir("/proc/self/fd")) == before - 3
+        engine.close()
+
+
+def test_a_forked_child_gets_errors(engine: GdsEngine, path: Path) -> None:
+    file = engine.open(path)
+    assert file.pwrite([pages(1)], 0) == PAGE  # kvikio's threads run
+    pid = os.fork()
+    if not pid:
+        failed = 0
+        for call in (
+            lambda: file.pwrite([pages(1)], 0),
+            lambda: file.pread([pages(1)], 0),
+            file.sync,
+            lambda: engine.open(path),
+        ):
+            try:
+                call()
+            except OSError as error:
+                failed += "fork" in str(error)
+        file.close()
+        engine.close()
+        os._exit(failed)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+    assert file.pread([pages(1)], 0) == PAGE
+    file.close()
+
+
+def test_registration_is_nothing_to_copies(engine: GdsEngine) -> None:
+    buffer = Device(pages(1))
+    engine.register(buffer)
+    engine.register(buffer)
+    engine.deregister(buffer)
+    engine.deregister(buffer)
+
+
+def test_one_call_moves_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    real = gds.GdsFile._transfer
+
+    def count(self: Any, call: str, buffers: Any, offset: int, room: int) -> int:
+        calls.append(len(buffers))
+        return real(self, call, buffers, offset, room)
+
+    monkeypatch.setattr(gds.GdsFile, "_transfer", count)
+    size = 1 << 20
+    with opened(tmp_path, size, 24 << 20, engine="gds", segment=24 << 20) as tier:
+        memory = np.empty((9, size + PAGE), np.uint8)
+        aligned = [row[-row.ctypes.data % PAGE :][:size] for row in memory]
+        b = batch(range(9))
+        for row, source in zip(aligned, sources(b, size), strict=True):
+            row[:] = np.frombuffer(source, np.uint8)
+        calls.clear()
+        assert tier.write(b, aligned) == [Outcome.OK] * 9
+        assert calls[-2:] == [9, 1]  # payloads, headers
+        assert get(tier, range(9)) == [Outcome.OK] * 9
