@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 
 from tests.nvme import test_tier
-from tests.nvme.world import FP, batch, get, opened, put, sources
-from tieredkv.errors import DirectoryError
+from tests.nvme.world import FP, MIB, batch, flip, get, opened, put, segment_file, sources
+from tieredkv.errors import BlockSizeError, DirectoryError, UsageError
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.nvme import gds
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.gds import THREADS, GdsEngine
+from tieredkv.tiers.nvme.segment import identity
 from tieredkv.tiers.nvme.tier import NvmeTier
 from tieredkv.types import Outcome
 
@@ -265,3 +266,81 @@ def test_one_call_moves_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert tier.write(b, aligned) == [Outcome.OK] * 9
         assert calls[-2:] == [9, 1]  # payloads, headers
         assert get(tier, range(9)) == [Outcome.OK] * 9
+
+
+def device_rows(blocks: Any) -> list[Any]:
+    return [Device(np.frombuffer(bytearray(block), np.uint8)) for block in blocks]
+
+
+@pytest.mark.parametrize("size", [PAGE, 5 * PAGE, gds.CALL + PAGE])
+def test_device_memory_goes_there_and_back(tmp_path: Path, size: int) -> None:
+    slots = [0, 1, 2, 5]
+    b = batch(slots)
+    blocks = sources(b, size)
+    room = 8 * (size + PAGE) + MIB
+    with opened(tmp_path, size, room, engine="gds", segment=room) as tier:
+        assert tier.device
+        assert tier.write(b, device_rows(blocks)) == [Outcome.OK] * 4
+        targets = device_rows([bytes(size)] * 4)
+        assert tier.read(b, targets) == [Outcome.OK] * 4
+        assert [t.array.tobytes() for t in targets] == [bytes(block) for block in blocks]
+        put(tier, [1], 2)  # by the host
+        assert get(tier, [0, 2, 5]) == [Outcome.OK] * 3  # into the host's memory
+        two = batch([0, 1], 2)
+        assert tier.read(two, device_rows([bytes(size)] * 2)) == [Outcome.CORRUPT, Outcome.OK]
+    with opened(tmp_path, size, room, engine="direct", segment=room) as tier:
+        assert get(tier, [0, 2, 5]) == [Outcome.OK] * 3
+        assert get(tier, [1], 2) == [Outcome.OK]
+        assert not tier.device
+
+
+def test_a_flipped_kind_is_not_a_missing_checksum(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        put(tier, [0, 1])
+    flip(segment_file(tmp_path), PAGE + 6)
+    with opened(tmp_path) as tier:
+        assert get(tier, [0, 1]) == [Outcome.CORRUPT, Outcome.OK]
+
+
+def test_readers_of_kind_1_alone_refuse_what_has_no_checksum(tmp_path: Path) -> None:
+    with opened(tmp_path) as tier:
+        assert tier.write(batch([0]), device_rows(sources(batch([0]), PAGE))) == [Outcome.OK]
+        segment = tier.segments.get(0)
+        assert segment is not None
+        old = identity(batch([0]).keys[0], 1, 1, PAGE)
+        assert segment.checksum(0, old) is None
+        assert segment.headers()["kind"][0] == 0
+
+
+def test_a_header_that_changes_during_the_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as tier:
+        put(tier, [0, 1])
+        real = gds.GdsFile.pread
+
+        def meanwhile(self: Any, buffers: Any, offset: int) -> int:
+            put(tier, [0], 2)
+            return real(self, buffers, offset)
+
+        monkeypatch.setattr(gds.GdsFile, "pread", meanwhile)
+        targets = device_rows([bytes(PAGE)] * 2)
+        assert tier.read(batch([0, 1]), targets) == [Outcome.CORRUPT, Outcome.OK]
+
+
+def test_device_memory_that_cannot_be_used(tmp_path: Path) -> None:
+    b = batch([0, 1])
+    good = device_rows([bytes(PAGE)] * 2)
+    with opened(tmp_path / "gds") as tier:
+        for bad in (Device(np.zeros(PAGE // 2, np.uint16)), Device(np.zeros(2 * PAGE, "u1")[::2])):
+            with pytest.raises(UsageError, match="vector of uint8"):
+                tier.write(b, [good[0], bad])
+        with pytest.raises(BlockSizeError):
+            tier.read(b, [good[0], good[1][:100]])
+        with pytest.raises(UsageError, match="no host memory"):
+            tier.write(b, [good[0], memoryview(bytes(PAGE))])
+    for engine, size in (("direct", PAGE), ("portable", PAGE), ("gds", PAGE - 1)):
+        with opened(tmp_path / engine, size, engine=engine) as tier:
+            assert not tier.device
+            with pytest.raises(UsageError, match="engine gds"):
+                tier.write(b, device_rows([bytes(size)] * 2))

@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 PAGE = 4096
 CRASHES = "8"  # of the power loss tests, which decide nothing by the engine
 MODULES = {
-    "gds_tests": 90,
+    "gds_tests": 100,
     "test_tier": 80,
     "test_kill": 3,
     "test_powerloss": 5,

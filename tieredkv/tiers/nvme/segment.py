@@ -25,6 +25,7 @@ from tieredkv.tiers.nvme.transfer import read_all, write_all
 
 FORMAT = 1
 XXH3_64 = 1  # checksum kind
+NO_CHECKSUM = 0  # of a slot written from a device's memory
 SEGMENT_MAGIC = b"TKVSEGMT"
 SEGMENT = struct.Struct("<8s IIII QQQQ 32s")
 CHECKSUM = struct.Struct("<Q")
@@ -246,9 +247,9 @@ class Segment:
         self.file.close()
 
 
-def identity(key: bytes, generation: int, epoch: int, length: int) -> bytes:
-    """Everything of a slot header but the checksum."""
-    packed = SLOT.pack(SLOT_MAGIC, FORMAT, XXH3_64, key, generation, epoch, length, 0)
+def identity(key: bytes, generation: int, epoch: int, length: int, kind: int = XXH3_64) -> bytes:
+    """Everything of a slot header but the checksum, which is of `kind`."""
+    packed = SLOT.pack(SLOT_MAGIC, FORMAT, kind, key, generation, epoch, length, 0)
     return packed[:IDENTITY_BYTES]
 
 

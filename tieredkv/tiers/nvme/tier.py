@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
+import numpy as np
 import xxhash
 
 from tieredkv.errors import BlockSizeError, ClosedError, UsageError
 from tieredkv.tiers.base import BlockBuffer, BlockBuffers
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.engines import Engine, File
-from tieredkv.tiers.nvme.segment import Segment, identity
+from tieredkv.tiers.nvme.segment import NO_CHECKSUM, XXH3_64, Segment, identity
 from tieredkv.tiers.nvme.segments import SegmentSet
 from tieredkv.tiers.nvme.selection import select
-from tieredkv.tiers.nvme.transfer import CALL, Transfer, Truncated
+from tieredkv.tiers.nvme.transfer import CALL, Transfer, Truncated, on_device
 from tieredkv.types import Batch, Outcome
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ class NvmeTier:
     A write returns OK once payload and slot header survive a power loss. A read returns OK
     only for the bytes written under that key, generation and epoch, checksum verified. In a
     forked child all calls return FAILED. Thread-safe as the protocol says.
+
+    Where `device` is True, all buffers of a call may be memory of a device instead: contiguous
+    uint8 vectors with len(), slices and `__cuda_array_interface__`, or the rows of one torch
+    tensor. The engine says what they must be ordered before. Such a write has no checksum, and
+    such a read verifies none: the header is compared before and after, what the disk does to
+    the payload goes unnoticed.
     """
 
     inline = False
@@ -103,6 +110,17 @@ class NvmeTier:
         return self._engine.name
 
     @property
+    def device(self) -> bool:
+        """Do `write` and `read` take memory of a device?"""
+        whole = self.block_bytes == self._segments.geometry.slot_bytes
+        return whole and getattr(self._engine, "device", False)
+
+    @property
+    def engine(self) -> Engine:
+        """To register device memory with, where it can do that."""
+        return self._engine
+
+    @property
     def slots(self) -> int:
         return self._segments.slots
 
@@ -145,7 +163,7 @@ class NvmeTier:
         return outcomes
 
     def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
-        self._check(batch, targets)
+        device = self._check(batch, targets)
         outcomes = [Outcome.CORRUPT] * len(batch)
         if not self._directory.owned:
             return [Outcome.FAILED] * len(batch)
@@ -156,6 +174,10 @@ class NvmeTier:
             sums = self._sums(segment, segment_slots, batch)
             good = [item for item in segment_slots if item[0] in sums]
             done = self._copy(self._transfer.read, segment, good, targets, outcomes)
+            if device:
+                for position in self._sums(segment, good, batch).keys() & set(done):
+                    outcomes[position] = Outcome.OK
+                continue
             for position in done:
                 outcomes[position] = self._verdict(targets[position], sums[position])
         self._count("read", outcomes)
@@ -179,11 +201,29 @@ class NvmeTier:
             self._segments.close()
             self._engine.close()
 
-    def _check(self, batch: Batch, buffers: BlockBuffers) -> None:
+    def _check(self, batch: Batch, buffers: BlockBuffers) -> bool:
+        """Are the buffers memory of a device?"""
         if self._closed:
             raise ClosedError(f"tier {self.name} is closed")
         if len(buffers) != len(batch):
             raise UsageError(f"{len(buffers)} buffers for {len(batch)} slots")
+        if isinstance(buffers, np.ndarray):
+            return False
+        found = {on_device(buffer) for buffer in buffers}
+        if True not in found:
+            return False
+        if not self.device or False in found:
+            raise UsageError(
+                f"tier {self.name} takes device memory with engine gds, blocks of whole pages, "
+                "and no host memory in the same call"
+            )
+        for buffer in buffers:
+            about = cast(Any, buffer).__cuda_array_interface__
+            if about["typestr"] not in ("|u1", "|i1") or about.get("strides") not in (None, (1,)):
+                raise UsageError("device memory must be a contiguous vector of uint8")
+            if tuple(about["shape"]) != (self.block_bytes,):
+                raise BlockSizeError(f"block of {about['shape']}, not {self.block_bytes} bytes")
+        return True
 
     def _by_segment(self, batch: Batch) -> Iterator[tuple[int, list[Item]]]:
         """Number of the segment and its items, slots ascending."""
@@ -204,17 +244,18 @@ class NvmeTier:
         outcomes: list[Outcome],
     ) -> list[int]:
         """Write payloads, set headers; returns the positions that only need a sync now."""
-        sums: dict[int, int] = {}
+        sums: dict[int, int | None] = {}
         for position, slot in slots:
             try:
                 if slot < segment.slots:
-                    sums[position] = self._sum(sources[position])
+                    source = sources[position]
+                    sums[position] = None if on_device(source) else self._sum(source)
             except ValueError as error:
                 outcomes[position] = self._released(error)
         todo = [item for item in slots if item[0] in sums]
         done = set(self._copy(self._transfer.write, segment, todo, sources, outcomes))
         headers = [
-            (slot, self._identity(batch, position), sums[position])
+            (slot, self._identity(batch, position, sums[position] is not None), sums[position] or 0)
             for position, slot in todo
             if position in done
         ]
@@ -248,28 +289,34 @@ class NvmeTier:
                 done += [position for position, _ in run]
         return done
 
-    def _sums(self, segment: Segment, slots: list[Item], batch: Batch) -> dict[int, int]:
-        """Expected checksums, of those positions whose slot header is the right one."""
-        sums: dict[int, int] = {}
+    def _sums(self, segment: Segment, slots: list[Item], batch: Batch) -> dict[int, int | None]:
+        """Expected checksums, None where there is none, of those positions whose slot header is
+        the right one."""
+        sums: dict[int, int | None] = {}
         for position, slot in slots:
             if slot < segment.slots:
                 found = segment.checksum(slot, self._identity(batch, position))
                 if found is not None:
                     sums[position] = found
+                # a flipped kind does not switch verification off: then there is a checksum
+                elif segment.checksum(slot, self._identity(batch, position, False)) == 0:
+                    sums[position] = None
         return sums
 
-    def _identity(self, batch: Batch, position: int) -> bytes:
+    def _identity(self, batch: Batch, position: int, checksum: bool = True) -> bytes:
         key, generation = batch.keys[position], batch.generations[position]
-        return identity(key, generation, batch.epoch, self.block_bytes)
+        kind = XXH3_64 if checksum else NO_CHECKSUM
+        return identity(key, generation, batch.epoch, self.block_bytes, kind)
 
     def _sum(self, block: BlockBuffer) -> int:
         if len(block) != self.block_bytes:
             raise BlockSizeError(f"block of {len(block)} bytes instead of {self.block_bytes}")
         return xxhash.xxh3_64_intdigest(cast(Any, block), self._seed)
 
-    def _verdict(self, block: BlockBuffer, expected: int) -> Outcome:
+    def _verdict(self, block: BlockBuffer, expected: int | None) -> Outcome:
         try:
-            return Outcome.OK if self._sum(block) == expected else Outcome.CORRUPT
+            good = self._sum(block) == expected or expected is None
+            return Outcome.OK if good else Outcome.CORRUPT
         except ValueError as error:
             return self._released(error)
 

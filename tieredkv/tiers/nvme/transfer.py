@@ -108,8 +108,15 @@ class Transfer:
         if self._block != self._slot:
             return False
         return self._alignment == 1 or all(
-            not _address(buffer) % self._alignment for buffer in buffers
+            on_device(buffer) or not _address(buffer) % self._alignment for buffer in buffers
         )
+
+
+def on_device(buffer: object) -> bool:
+    """Is it memory of a device? The engine takes any address of those."""
+    return not isinstance(buffer, (memoryview, np.ndarray)) and hasattr(
+        buffer, "__cuda_array_interface__"
+    )
 
 
 def write_all(file: File, buffers: Sequence[BlockBuffer], size: int, offset: int) -> None:
