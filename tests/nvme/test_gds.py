@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +202,66 @@ def test_short_counts_are_of_what_leads(tmp_path: Path) -> None:
     large = [np.zeros(PAGE, np.uint8), np.zeros(gds.TASK + PAGE, np.uint8)]
     file, _ = fake(tmp_path, lambda: PAGE, lambda: gds.TASK)
     assert file.pwrite(large, 0) == PAGE  # which of the two tasks was short?
+
+
+class FakeKvikio:
+    """Its defaults, modes and registration; `log` is what was called in which mode."""
+
+    CompatMode = SimpleNamespace(ON="on", OFF="off")
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {"compat_mode": "auto", "num_threads": 16}
+        self.defaults = SimpleNamespace(set=self.set, get=self.values.get)
+        self.log: list[tuple[str, str]] = []
+        self.broken = False
+
+    @contextmanager
+    def _restored(self, old: dict[str, Any]) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.values.update(old)
+
+    def set(self, new: dict[str, Any]) -> AbstractContextManager[None]:
+        old = {key: self.values.get(key) for key in new}
+        self.values.update(new)
+        return self._restored(old)
+
+    def memory_register(self, buffer: Any) -> None:
+        self.log.append(("register", self.values["compat_mode"]))
+        if self.broken:
+            raise RuntimeError("cuFile error at: /a.cpp:1: internal error")
+
+    def memory_deregister(self, buffer: Any) -> None:
+        self.log.append(("deregister", self.values["compat_mode"]))
+        if self.broken:
+            raise RuntimeError("CUDA error at: /a.cpp:1: CUDA_ERROR_DEINITIALIZED")
+
+
+def test_device_memory_is_registered_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kvikio = FakeKvikio()
+    monkeypatch.setattr(gds, "load", lambda: kvikio)
+    one, two = (SimpleNamespace(__cuda_array_interface__={"data": (n, False)}) for n in (1, 2))
+    engine = gds.GdsEngine("gds")
+    assert kvikio.values["num_threads"] == 16  # more than we ask for
+    for buffer in (one, one, two):
+        engine.register(buffer)
+    assert kvikio.log == [("register", "off")] * 2
+    engine.deregister(one)
+    engine.deregister(one)
+    engine.close()
+    engine.close()
+    assert kvikio.log[2:] == [("deregister", "off")] * 2
+    assert kvikio.values["compat_mode"] == "auto"
+    engine.register(one)
+    kvikio.broken = True
+    with pytest.raises(OSError, match="internal error"):
+        engine.register(two)
+    engine.close()
+    assert "stays registered" in caplog.text
+    assert len(kvikio.log) == 7
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,11 @@ class File(Protocol):
 
 
 class Engine(Protocol):
-    """A way of doing I/O."""
+    """A way of doing I/O.
+
+    May also have `device`: True if buffers may be memory of a device; and `call_bytes`: how much
+    one call should move, where that is not `transfer.CALL`.
+    """
 
     name: str
     alignment: int

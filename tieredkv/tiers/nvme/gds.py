@@ -14,6 +14,7 @@ import ctypes
 import errno
 import importlib
 import importlib.util
+import logging
 import os
 import re
 import threading
@@ -27,6 +28,8 @@ import numpy as np
 from tieredkv.errors import ConfigError
 from tieredkv.tiers.base import BlockBuffer
 from tieredkv.tiers.nvme.engines import PAGE, File
+
+log = logging.getLogger(__name__)
 
 THREADS = 8
 TASK = 1 << 20  # bytes that a thread moves at once
@@ -131,9 +134,11 @@ class GdsEngine:
         """Deregister what is left. Idempotent; does nothing in a forked child."""
         with self._registering:
             left, self._registered = list(self._registered.values()), {}
-            if self.usable:
-                for buffer in left:
+            for buffer in left if self.usable else ():
+                try:
                     self._registration(self._kvikio.memory_deregister, buffer)
+                except OSError as error:  # the driver may have ended before us
+                    log.warning("device memory stays registered: %s", error)
 
     @property
     def usable(self) -> bool:
