@@ -75,7 +75,7 @@ def test_nvme_tests_on_kvikio(driver: Path, tmp_path: Path, modules: str) -> Non
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     environment = {
         **os.environ,
-        "LD_LIBRARY_PATH": f"{driver}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "LD_LIBRARY_PATH": ":".join(filter(None, [str(driver), os.environ.get("LD_LIBRARY_PATH")])),
         "KVIKIO_COMPAT_MODE": "ON",
         "TIEREDKV_TEST_ENGINE": "gds",
         "TIEREDKV_CRASHES": CRASHES,
