@@ -25,6 +25,7 @@ ANSWER = "answer: "
 WORKS = "gds"
 COMMAND = (sys.executable, "-P", __file__)
 CUFILE_JSON = "CUFILE_ENV_PATH_JSON"
+CUFILE_LOG = "CUFILE_LOGFILE_PATH"
 COMMENT = re.compile(r'^\s*//.*$|//[^"\n]*$', re.MULTILINE)
 ALLOWED = re.compile(r'("allow_compat_mode"\s*:\s*)\w+')
 FORCED = re.compile(r'("force_compat_mode"\s*:\s*)\w+')
@@ -49,7 +50,10 @@ def refusal(
                 os.close(fd)
             strict = Path(scratch, "cufile.json")
             strict.write_text(strict_settings(_settings()), encoding="utf-8")
-            return _ask([*command, str(path)], {**os.environ, CUFILE_JSON: str(strict)}, deadline)
+            # cuFile's log would be left in the working directory
+            log = str(Path(scratch, "cufile.log"))
+            environment = {**os.environ, CUFILE_JSON: str(strict), CUFILE_LOG: log}
+            return _ask([*command, str(path)], environment, deadline)
         finally:
             path.unlink(missing_ok=True)
 
