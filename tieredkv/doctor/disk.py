@@ -68,7 +68,7 @@ def mount_of(path: Path) -> tuple[str, str]:
 
 def _access(tier: NvmeConfig, place: Path) -> Iterator[Finding]:
     """Write a test page as the tier will, in a directory of our own."""
-    from tieredkv.tiers.nvme.engines import select
+    from tieredkv.tiers.nvme.selection import select
     from tieredkv.tiers.nvme.lock import refused
 
     label = f"{tier.label} access"
