@@ -68,8 +68,8 @@ def mount_of(path: Path) -> tuple[str, str]:
 
 def _access(tier: NvmeConfig, place: Path) -> Iterator[Finding]:
     """Write a test page as the tier will, in a directory of our own."""
-    from tieredkv.tiers.nvme.selection import select
     from tieredkv.tiers.nvme.lock import refused
+    from tieredkv.tiers.nvme.selection import select
 
     label = f"{tier.label} access"
     try:
