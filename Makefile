@@ -16,12 +16,13 @@ CODE := tieredkv benches tests tools
 TIEREDKV_CRASHES ?= 500
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-core test-mooncake test-vllm test-full soak check bench clean
+.PHONY: help demo test test-core test-mooncake test-vllm test-full soak check gpu-check bench clean
 
 help:
 	@echo 'make demo       verify and measure a replayed workload on a real store'
 	@echo 'make test       check, then all tests (the last ones are those of test-vllm)'
 	@echo 'make test-core  the tests without the slow ones, a few minutes'
+	@echo 'make gpu-check  what a GPU decides: doctor, suites of the tiers, copies; JSON and a table'
 	@echo 'make test-mooncake  the tests on a real Mooncake pool (part of test)'
 	@echo 'make test-vllm  the tests on real vLLM engines, for which it makes $(VLLM_VENV)'
 	@echo 'make test-full  all tests with TIEREDKV_CRASHES=$(TIEREDKV_CRASHES) crashes each (also: soak)'
@@ -83,6 +84,10 @@ check: $(READY)
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_sizes.py tieredkv benches tools
+
+# On a machine without network: python tools/gpu_check.py --wheels DIR
+gpu-check: $(READY)
+	$(BIN)/python tools/gpu_check.py
 
 bench: $(READY)
 	$(BIN)/python -m benches all --json

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benches import __main__ as cli
-from benches import control, dram, index, nvme, recovery
+from benches import control, dram, gpu, index, nvme, recovery
 from benches.common import Result
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -91,3 +91,11 @@ def test_all_means_every_bench(
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["metric"] for line in lines] == ["m"] * len(cli.names())
     assert {"control", "dram", "index", "keys", "nvme", "recovery"} <= set(cli.names())
+
+
+def test_gpu() -> None:
+    size = gpu.Size(block=256 * KIB, blocks=8, layers=4, per_chunk=4, pairs=2)
+    found = judged(gpu.run(size))
+    ways = {f"gpu.{name}.{way}" for name in ("hbm", "paged") for way in ("h2d", "d2h")}
+    assert ways <= {metric.removesuffix(".cpu") for metric in found}
+    assert any(metric.startswith("gpu.nvme.direct.") for metric in found)
