@@ -12,6 +12,7 @@ from tieredkv.mover import Transfer
 from tieredkv.planner.plans import PutPlan
 from tieredkv.types import Move, Outcome, Turn
 
+PATIENCE = 60.0  # seconds for an answer, which comes earlier in any case
 ROOM_ROUNDS = 8  # demotions cascade through few tiers; more rounds would not help
 
 
@@ -140,7 +141,7 @@ class Core(Engine):
         tier. One question to its master at most, for the fraction of a second."""
         unknown = self.unknown(keys)
         if self.shared is not None and unknown:
-            found = self.shared.answer(self.shared.ask(unknown), wait=True) or 0
+            found = self.shared.answer(self.shared.ask(unknown), wait=PATIENCE) or 0
             self.adopt(keys[: len(keys) - len(unknown) + found], found)
 
     def delete(self, keys: Sequence[bytes]) -> int:

@@ -217,7 +217,7 @@ def test_a_writer_killed_in_the_middle_of_a_put(master: Master, owner: Owner) ->
     tier = MooncakeTier("pool", client, "x", 8 * size, size)
     catalogue = Catalogue(client, ["x"], size, None)
     keys = batch([1]).keys
-    assert catalogue.answer(catalogue.ask(keys), wait=True) == 0
+    assert catalogue.answer(catalogue.ask(keys), wait=60.0) == 0
     out = np.zeros((1, size), np.uint8)
     assert tier.write(batch([1]), out + 1) == [Outcome.BUSY]
     assert tier.read(batch([1]), out) in ([Outcome.BUSY], [Outcome.FAILED])

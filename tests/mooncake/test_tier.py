@@ -49,7 +49,7 @@ class Side(NamedTuple):
     catalogue: Catalogue
 
     def found(self, keys: Sequence[bytes]) -> int:
-        found = self.catalogue.answer(self.catalogue.ask(keys), wait=True)
+        found = self.catalogue.answer(self.catalogue.ask(keys), wait=60.0)
         assert found is not None
         return found
 
@@ -228,7 +228,7 @@ def test_a_block_is_there_with_the_objects_of_all_ranks(pool: str) -> None:
     keys = batch([1, 2, 3]).keys
 
     def found() -> int | None:
-        return catalogue.answer(catalogue.ask(keys), wait=True)
+        return catalogue.answer(catalogue.ask(keys), wait=60.0)
 
     for i, rank in enumerate(ranks):
         assert found() == 0
@@ -265,10 +265,10 @@ def test_questions_of_a_pool_that_is_down_are_answered_at_once() -> None:
     catalogue = Catalogue(Nobody("127.0.0.1:1", 0, "tcp", "", None), ["x"], 10, None)
     began = time.monotonic()
     for _ in range(100):
-        assert catalogue.answer(catalogue.ask([b"k"]), wait=False) == 0
+        assert catalogue.answer(catalogue.ask([b"k"]), wait=0.0) == 0
     assert time.monotonic() - began < 0.1
     catalogue.close()
-    assert catalogue.answer(catalogue.ask([b"k"]), wait=False) == 0
+    assert catalogue.answer(catalogue.ask([b"k"]), wait=0.0) == 0
 
 
 def test_what_cannot_be_removed_now_keeps_no_thread_busy() -> None:
@@ -321,9 +321,9 @@ def test_too_many_questions_are_answered_with_nothing(pool: str) -> None:
     assert one.write(batch([1]), rows([1])) == [Outcome.OK]
     with one.catalogue._wake:
         asked = [one.catalogue.ask(batch([1]).keys) for _ in range(2 * QUESTIONS)]
-        at_once = [one.catalogue.answer(question, wait=False) for question in asked]
+        at_once = [one.catalogue.answer(question, wait=0.0) for question in asked]
     assert at_once == [None] * QUESTIONS + [0] * QUESTIONS
-    answers = [one.catalogue.answer(question, wait=True) for question in asked]
+    answers = [one.catalogue.answer(question, wait=60.0) for question in asked]
     assert answers == [1] * QUESTIONS + [0] * QUESTIONS
     one.close()
 

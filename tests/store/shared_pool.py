@@ -179,7 +179,7 @@ class FakeCatalogue:
             question.found = 0
         return question
 
-    def answer(self, question: Question, *, wait: bool) -> int | None:
+    def answer(self, question: Question, *, wait: float) -> int | None:
         while wait and question.found is None:
             self.step()
         return question.found

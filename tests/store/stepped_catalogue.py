@@ -43,10 +43,10 @@ class SteppedCatalogue(Catalogue):
         question.deadline = float("inf")
         return question
 
-    def answer(self, question: Question, *, wait: bool) -> int | None:
+    def answer(self, question: Question, *, wait: float) -> int | None:
         while wait and not question.done.is_set():
             self.step()
-        return super().answer(question, wait=False)
+        return super().answer(question, wait=0.0)
 
     def step(self) -> bool:
         """Once round the loop of the thread; False if there is nothing to do now."""

@@ -106,7 +106,7 @@ class Calls(RuleBasedStateMachine):
     @rule(at=st.integers(0, 9))
     def adopt(self, at: int) -> None:
         side, keys, known, question = self.asked[at % len(self.asked)]
-        found = side.catalogue.answer(question, wait=False)
+        found = side.catalogue.answer(question, wait=0.0)
         if found is not None:
             self.asked.remove((side, keys, known, question))
             side.core.adopt(keys[: known + found], found)

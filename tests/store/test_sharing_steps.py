@@ -167,7 +167,7 @@ def test_blocks_that_nobody_has_asked_for_are_not_adopted(pool: Pool, clock: Man
     assert list(unknown) == list(keys[2:])
     question = other.core.shared.ask(unknown)  # type: ignore[union-attr]
     other.catalogue.step()
-    assert other.core.shared.answer(question, wait=False) == 1  # type: ignore[union-attr]
+    assert other.core.shared.answer(question, wait=0.0) == 1  # type: ignore[union-attr]
     other.core.planner.delete(keys[:1])  # stands for an eviction
     other.core.adopt(keys, 1)
     assert other.core.planner.match(keys).blocks == 0

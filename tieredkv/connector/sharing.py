@@ -9,6 +9,10 @@ from typing import Any
 from tieredkv.connector.requests import Tracked
 from tieredkv.connector.shipping import Shipping
 
+MOMENT = 0.003
+"""Seconds. An answer takes less as a rule, and to come back for it after the engine's next step
+takes ten times as long."""
+
 
 @dataclass(slots=True)
 class Inquiry:
@@ -32,12 +36,13 @@ def ask(shipping: Shipping, tracked: Tracked) -> None:
 
 
 def answered(shipping: Shipping, tracked: Tracked) -> bool:
-    """Is it known what others have of the request? Then it is in the planner. Never waits."""
+    """Is it known what others have of the request? Then it is in the planner. Waits for a moment
+    at most."""
     ask(shipping, tracked)
     inquiry, shared = tracked.inquiry, shipping.shared
     if shared is None or inquiry is None or inquiry.question is None:
         return True
-    found = shared.answer(inquiry.question, wait=False)
+    found = shared.answer(inquiry.question, wait=MOMENT)
     if found is None:
         return False
     inquiry.question = None

@@ -109,9 +109,9 @@ class SharedCatalogue(Protocol):
         """Begin to ask how many leading blocks of these are there."""
         ...
 
-    def answer(self, question: Any, *, wait: bool) -> int | None:
-        """So many, a hint; None if that is not known yet. `wait`: at most a fraction of a
-        second, then it is 0."""
+    def answer(self, question: Any, *, wait: float) -> int | None:
+        """So many, a hint; None if that is not known after `wait` seconds. Of a question that is
+        too old the answer is 0, so that a long wait ends as well."""
         ...
 
     def lost(self, keys: Iterable[bytes]) -> None:

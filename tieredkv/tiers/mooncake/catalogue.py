@@ -115,9 +115,9 @@ class Catalogue:
                 question.done.set()
         return question
 
-    def answer(self, question: Question, *, wait: bool) -> int | None:
+    def answer(self, question: Question, *, wait: float) -> int | None:
         left = question.deadline - time.monotonic()
-        if question.done.wait(max(0.0, left) if wait else 0.0):
+        if question.done.wait(max(0.0, min(left, wait))):
             found = question.keys[: question.found]  # of which some may be deleted since
             return sum(1 for _ in takewhile(lambda key: key not in self.doomed, found))
         if time.monotonic() < question.deadline:
