@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONSTRAINTS := requirements/ci.txt
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
-KVIKIO := $(shell grep -E '^(lib)?kvikio-|^(cuda-pathfinder|nvidia-cufile|rapids-logger)=' $(CONSTRAINTS))
+KVIKIO := requirements/gds.txt
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_READY := $(VLLM_VENV)/.ready
@@ -34,12 +34,11 @@ help:
 # one version and a size of gigabytes. Asked for by its exact version, pip takes the build that
 # the index at hand offers; the installation below then finds it satisfied and never trades it
 # for another one. The pin keeps tests and measurements on the same kernels everywhere.
-# kvikio comes without its dependencies: cupy and CUDA are 1.4 GB, and files need none of them.
-$(READY): pyproject.toml $(CONSTRAINTS)
+$(READY): pyproject.toml $(CONSTRAINTS) $(KVIKIO)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c $(CONSTRAINTS)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(KVIKIO)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(KVIKIO)
 	touch $@
 
 # vLLM has an environment of its own, with other pins: it holds numpy and others back. The build
