@@ -373,6 +373,7 @@ def test_the_command_starts_again_what_dies(tmp_path: Path) -> None:
             await_true(
                 "another one runs", lambda p=program, old=pid: run.pids(p) not in ([], [old])
             )
+        assert run.text.count("started again") == 2, "each once"
         await_capacity(run.master, SIZE)
         keeps_bytes(run.master.address)
 

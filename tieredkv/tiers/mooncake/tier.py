@@ -60,7 +60,7 @@ class MooncakeTier:
         *,
         staged: bool = False,
     ) -> None:
-        """`capacity` in bytes of payload that this process keeps in the pool. `identity` begins
+        """`capacity` in bytes of payload that this process knows in the pool. `identity` begins
         the names: all that makes bytes of equal keys differ. `staged`: the library cannot reach
         memory that was not registered. The client is the tier's from now on.
 
