@@ -18,7 +18,7 @@ import torch
 
 from benches.common import PAIRS, Result, compare, seconds, work_directory
 from benches.world import random_keys
-from tieredkv.connector.layout import PagedCache
+from tieredkv.connector.paged import PagedCache
 from tieredkv.errors import TieredKVError
 from tieredkv.tiers.hbm import HbmTier
 from tieredkv.tiers.nvme.directory import Directory
@@ -116,19 +116,12 @@ def _paged(world: _World) -> tuple[Callable[[], object], Callable[[], object]]:
     width = size.block // size.per_chunk // size.layers
     count = size.blocks * size.per_chunk
     memory = torch.zeros((count, size.layers, width), dtype=torch.uint8, device=world.device)
-    cache = PagedCache([memory[:, i] for i in range(size.layers)], count, size.per_chunk)
+    layers = [memory[:, i] for i in range(size.layers)]
+    cache = PagedCache(layers, count, size.per_chunk, batch=8 * MIB, users=1)
     order = np.random.default_rng(0).permutation(count).reshape(size.blocks, -1).tolist()
     source, target = world.host.numpy(), world.back.numpy()
 
-    def put() -> None:
-        for blocks, row in zip(order, source, strict=True):
-            cache.scatter(blocks, row)
-
-    def get() -> None:
-        for blocks, row in zip(order, target, strict=True):
-            cache.gather(blocks, row)
-
-    return put, get
+    return (lambda: cache.scatter(order, source)), (lambda: cache.gather(order, target))
 
 
 def _nvme(world: _World, path: Path, engine: str) -> Iterator[Result]:

@@ -248,7 +248,7 @@ class Core(Engine):
             if finished:
                 future.set_result(copied)
 
-        copies = [Transfer(move, self.tiers, None, self._batch, ended) for move in moves]
+        copies = [self._copy(move, ended) for move in moves]
         with self._ending(copies) as transfers:
             for transfer in transfers:
                 if self._inline(transfer.move):

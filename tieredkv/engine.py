@@ -16,8 +16,9 @@ from tieredkv.config import MoverConfig
 from tieredkv.control import Control
 from tieredkv.index.durable import DurableIndex
 from tieredkv.metrics import Metrics
-from tieredkv.mover import Mover, Transfer
+from tieredkv.mover import Done, Mover, Transfer
 from tieredkv.planner import Planner
+from tieredkv.staging import Staging
 from tieredkv.tiers.base import SharedCatalogue, Tier
 from tieredkv.types import Clock, Move, Outcome
 
@@ -51,6 +52,7 @@ class Engine(Control):
         self.mover = mover
         self.metrics = metrics
         self.healthy = [True] * len(self.tiers)
+        self._staging = Staging(parts.block_bytes, self._batch, limits.threads)
 
     def close(self, timeout: float) -> bool:
         """Finish what can be finished by the deadline; False if an operation still hangs. Then
@@ -73,6 +75,7 @@ class Engine(Control):
             self.shared.close()
         for tier in reversed(self.tiers):
             tier.close()
+        self._staging.close()
         return True
 
     # -- moves ----------------------------------------------------------------------------
@@ -85,10 +88,14 @@ class Engine(Control):
         src, dst, tiers = move.src, move.dst, self.tiers
         return (src is None or tiers[src].inline) and (dst is None or tiers[dst].inline)
 
+    def _copy(self, move: Move, ended: Done) -> Transfer:
+        """A transfer from tier to tier."""
+        return Transfer(move, self.tiers, None, self._batch, ended, self._staging)
+
     def _start(self, moves: Sequence[Move]) -> bool:
         """Start background moves; True if any ran to its end in this thread."""
         ran = False
-        copies = [Transfer(move, self.tiers, None, self._batch, self._ended) for move in moves]
+        copies = [self._copy(move, self._ended) for move in moves]
         with self._ending(copies) as transfers:
             for transfer in transfers:
                 if self._inline(transfer.move):

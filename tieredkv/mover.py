@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 from tieredkv.buffers import RevocableViews
 from tieredkv.executor import Executor
-from tieredkv.tiers.base import BlockBuffers, Tier
+from tieredkv.staging import Staging
+from tieredkv.tiers.base import BlockBuffers, Tier, device_views, takes_device
 from tieredkv.types import Batch, Move, Outcome
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,10 @@ class Transfer:
         buffers: BlockBuffers | None,
         part: int,
         done: Done,
+        staging: Staging | None = None,
     ) -> None:
-        """`buffers`: one per block, for moves from or to the caller. `part`: blocks per part."""
+        """`buffers`: one per block, for moves from or to the caller. `part`: blocks per part.
+        `staging`: for moves between tiers, which may lend each other no memory."""
         self.move = move
         self.read: Outcomes = [Outcome.BUSY] * len(move) if move.src is not None else []
         self.write: Outcomes = [Outcome.BUSY] * len(move) if move.dst is not None else []
@@ -51,7 +54,7 @@ class Transfer:
         self.far = any(getattr(tier, "far", False) for tier in ends)
         """Another machine takes part, and may let it hang."""
         self._buffers = buffers
-        self._done = done
+        self._done, self._staging = done, staging
         self._ended = threading.Condition()
         self.parts = [(lo, min(lo + part, len(move))) for lo in range(0, len(move), part)]
         self._open = len(self.parts)
@@ -150,34 +153,47 @@ class Transfer:
             return read(source, move.read_batch(lo, hi), part), []
         return self._between(source, self._tiers[move.dst], move, lo, hi)
 
-    @staticmethod
     def _between(
-        source: Tier, target: Tier, move: Move, lo: int, hi: int
+        self, source: Tier, target: Tier, move: Move, lo: int, hi: int
     ) -> tuple[Outcomes, Outcomes]:
-        """From tier to tier, through the host memory of whichever has some."""
-        ok = [Outcome.OK] * (hi - lo)
-        there = target.views(move.dst_slots[lo:hi])
+        """From tier to tier, through memory of whichever has some that the other takes."""
+        there = _lent(target, move.dst_slots[lo:hi], source)
         if there is not None:
             got = read(source, move.read_batch(lo, hi), there)
             return got, got
-        here = source.views(move.src_slots[lo:hi])
+        here = _lent(source, move.src_slots[lo:hi], target)
         if here is not None:
+            ok = [Outcome.OK] * (hi - lo)
             return ok, attempt(target, move.write_batch(lo, hi), here)
-        staging = [memoryview(bytearray(source.block_bytes)) for _ in range(lo, hi)]
-        got = read(source, move.read_batch(lo, hi), staging)
-        good = [i for i, outcome in enumerate(got) if outcome is Outcome.OK]
-        batch = move.write_batch(lo, hi)
-        batch = replace(
-            batch,
-            slots=[batch.slots[i] for i in good],
-            keys=[batch.keys[i] for i in good],
-            generations=[batch.generations[i] for i in good],
-        )
-        put = attempt(target, batch, [staging[i] for i in good])
-        result = list(got)
-        for i, outcome in zip(good, put, strict=True):
-            result[i] = outcome
-        return got, result
+        assert self._staging is not None
+        device = takes_device(source) and takes_device(target)
+        with self._staging.take(hi - lo, device=device) as staging:
+            return _staged(source, target, move, lo, hi, staging)
+
+
+def _lent(owner: Tier, slots: Sequence[int], user: Tier) -> BlockBuffers | None:
+    """Memory of these slots that `user` can copy from and to."""
+    views = owner.views(slots)
+    return device_views(owner, slots) if views is None and takes_device(user) else views
+
+
+def _staged(
+    source: Tier, target: Tier, move: Move, lo: int, hi: int, staging: BlockBuffers
+) -> tuple[Outcomes, Outcomes]:
+    got = read(source, move.read_batch(lo, hi), staging)
+    good = [i for i, outcome in enumerate(got) if outcome is Outcome.OK]
+    batch = move.write_batch(lo, hi)
+    batch = replace(
+        batch,
+        slots=[batch.slots[i] for i in good],
+        keys=[batch.keys[i] for i in good],
+        generations=[batch.generations[i] for i in good],
+    )
+    put = attempt(target, batch, [staging[i] for i in good])
+    result = list(got)
+    for i, outcome in zip(good, put, strict=True):
+        result[i] = outcome
+    return got, result
 
 
 def read(tier: Tier, batch: Batch, targets: BlockBuffers) -> Outcomes:

@@ -14,6 +14,7 @@ from tieredkv import Outcome
 from tieredkv.buffers import host_blocks
 from tieredkv.executor import DaemonExecutor
 from tieredkv.mover import Mover, Transfer
+from tieredkv.staging import Staging
 from tieredkv.testing import ManualClock
 from tieredkv.types import Batch, Move
 
@@ -236,7 +237,7 @@ class Slow:
 def test_a_pin_arrives_through_a_staging_copy() -> None:
     tiers = [Slow("a"), Slow("b")]
     move = Move(0, 1, [b"k"], [1], [0], [0], [0], pin=7.0)
-    Transfer(move, tiers, None, 1, lambda transfer: None).run_all()
+    Transfer(move, tiers, None, 1, lambda transfer: None, Staging(SIZE, 1, 1)).run_all()
     assert [batch.pin for batch in tiers[1].written] == [7.0]
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tieredkv.errors import CapacityError, ConfigError
-from tieredkv.testing import TierSuite
+from tieredkv.testing import LateDevice, TierSuite
 from tieredkv.testing.tier_suite import batch, content
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.hbm import HbmTier
+from tieredkv.types import Outcome
 
 CUDA = torch.cuda.is_available()
 SIZE = 8192
@@ -23,6 +26,20 @@ SIZE = 8192
 class TestHbmOnCpu(TierSuite):
     def make(self, tmp_path: Path) -> Tier:
         return HbmTier("hbm", self.blocks * self.block_bytes, self.block_bytes, "cpu")
+
+
+class TestHbmOnLateStreams(TierSuite):
+    """Nothing has been copied when the device has been asked to: only waiting helps."""
+
+    blocks = 16
+
+    @pytest.fixture(autouse=True)
+    def device(self) -> Iterator[None]:
+        with LateDevice(0.001) as self.late:
+            yield
+
+    def make(self, tmp_path: Path) -> Tier:
+        return HbmTier("hbm", self.blocks * self.block_bytes, self.block_bytes, "cpu", self.late)
 
 
 class TestHbmOnCpuOfOddBlocks(TestHbmOnCpu):
@@ -61,21 +78,63 @@ def test_cpu_slots_are_aligned_for_direct_io() -> None:
     assert all(np.frombuffer(v, np.uint8).ctypes.data % 4096 == 0 for v in views)
 
 
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.fixture
+def late() -> Iterator[HbmTier]:
+    """A tier whose copies run on streams, late, between tensors of the CPU."""
+    with LateDevice() as device:
+        tier = HbmTier("hbm", 8 * SIZE, SIZE, "cpu", device)
+        yield tier
+        tier.close()
+
+
+@pytest.mark.parametrize("kind", ["views", "stack", "tensors"])
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [6, 2, 3, 0]])
-def test_copies_of_the_device_path(slots: list[int], listed: bool) -> None:
-    """The copies that run on a stream on CUDA, here between CPU tensors."""
-    tier = HbmTier("hbm", 8 * SIZE, SIZE, "cpu")
+def test_copies_on_streams(late: HbmTier, slots: list[int], kind: str) -> None:
     frozen = [memoryview(content(slot, 1, SIZE)) for slot in slots]
     stack = np.frombuffer(b"".join(frozen), np.uint8).reshape(4, SIZE)
     out = np.zeros((4, SIZE), np.uint8)
+    sources: dict[str, Any] = {
+        "views": frozen,
+        "stack": stack,
+        "tensors": torch.from_numpy(stack.copy()).unbind(0),
+    }
+    targets: dict[str, Any] = {
+        "views": [memoryview(row) for row in out],
+        "stack": out,
+        "tensors": torch.from_numpy(out).unbind(0),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tier._to_device(slots, frozen if listed else stack)
-        tier._to_host(slots, [memoryview(row) for row in out] if listed else out)
+        assert late.write(batch(slots), sources[kind]) == [Outcome.OK] * 4
+        stack = stack.copy()
+        assert late.read(batch(slots), targets[kind]) == [Outcome.OK] * 4
     assert (out == stack).all()
-    for slot in set(range(8)) - set(slots):
-        assert not tier.tensor[slot].any()
+    for slot, view in zip(slots, late.device_views(slots) or (), strict=True):
+        assert view.numpy().tobytes() == content(slot, 1, SIZE)
+
+
+def test_an_error_of_the_device_fails_the_batch(
+    late: HbmTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = np.zeros((1, SIZE), np.uint8)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.Tensor, "copy_", fail)
+    assert late.read(batch([2]), target) == [Outcome.FAILED]
+    assert late.write(batch([2]), target) == [Outcome.FAILED]
+    monkeypatch.undo()
+    assert late.write(batch([2]), target) == [Outcome.OK]
+
+
+def test_only_slots_on_a_device_are_lent_as_such(late: HbmTier) -> None:
+    assert late.device
+    assert late.views([1]) is None
+    host = HbmTier("hbm", 8 * SIZE, SIZE, "cpu")
+    assert not host.device
+    assert host.device_views([1]) is None
+    assert host.views([1]) is not None
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", "nonsense", "cuda:99"])

@@ -12,7 +12,7 @@ from typing import Any
 from tieredkv.build import build_tiers, nvme_config
 from tieredkv.build_pool import pool_identity
 from tieredkv.config import Config
-from tieredkv.connector.layout import PagedBlocks, PagedCache
+from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.connector.wire import Hello, Job, Load, Outcomes, Report, StepMetadata, WorkerMetadata
 from tieredkv.executor import DaemonExecutor
 from tieredkv.mover import Mover, Transfer
@@ -98,15 +98,20 @@ class Worker:
         Raises UsageError for tensors that are not understood, CapacityError, ConfigError.
         """
         config = self._config
-        self._cache = PagedCache(tensors, num_blocks, config.block_tokens // block_tokens)
+        threads = config.mover.threads
+        self._cache = PagedCache(
+            tensors,
+            num_blocks,
+            config.block_tokens // block_tokens,
+            batch=config.mover.batch,
+            users=threads,
+        )
         size = self._cache.chunk_bytes
         self.tiers = build_tiers(config, self._directory, size, self._identity, self._ranks)
         # Queues need no bound of their own: whatever is queued holds engine blocks.
         bound = max(1, num_blocks) * size
-        threads = config.mover.threads
         executor = DaemonExecutor(threads, "tieredkv-mover")
         self._mover = Mover(executor, threads, bound, bound)
-        self._part = max(1, config.mover.batch // size)
         self._hello = Hello(
             size,
             [(tier.name, tier.durable, tier.slots) for tier in self.tiers],
@@ -114,7 +119,7 @@ class Worker:
         )
         log.info(
             "%d segments, chunks of %d tokens and %d bytes; tiers: %s",
-            len(self._cache.segments),
+            self._cache.segments,
             config.block_tokens,
             size,
             ", ".join(f"{tier.name} {tier.slots} slots" for tier in self.tiers),
@@ -194,6 +199,8 @@ class Worker:
             return False
         for tier in reversed(tiers):
             tier.close()
+        if tiers:
+            self._cache.staging.close()
         if self._directory is not None:
             self._directory.close()
         return True
@@ -217,7 +224,11 @@ class Worker:
         def ended(transfer: Transfer) -> None:
             self._ended(job, transfer, time.monotonic() - began)
 
-        return job, Transfer(move, tiers, None, self._part, ended), blocks
+        return (
+            job,
+            Transfer(move, tiers, None, self._cache.part, ended, self._cache.staging),
+            blocks,
+        )
 
     def _start(self, transfer: Transfer, *, load: bool) -> None:
         if not self._mover.start(transfer, self._cache.chunk_bytes, load=load):

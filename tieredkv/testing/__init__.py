@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tieredkv.testing.clock import ManualClock
+from tieredkv.testing.devices import LateDevice
 from tieredkv.testing.executor import StepExecutor
 from tieredkv.testing.faults import BlockCall, Fault, Gate
 from tieredkv.testing.tiers import FaultyTier, LatencyTier
@@ -38,6 +39,7 @@ __all__ = [
     "FaultyTier",
     "Gate",
     "IndexSuite",
+    "LateDevice",
     "LatencyTier",
     "ManualClock",
     "PolicySuite",

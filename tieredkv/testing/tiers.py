@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from tieredkv.testing.faults import BlockCall, Fault, FaultSpec, Gate, Op, fault, hits
-from tieredkv.tiers.base import BlockBuffer, BlockBuffers, Bytes, Tier
+from tieredkv.tiers.base import BlockBuffer, BlockBuffers, Bytes, Tier, device_views
 from tieredkv.types import Batch, Outcome
 
 
@@ -76,10 +76,15 @@ class FaultyTier:
         return self._call("read", batch, targets)
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
+        return self.inner.views(slots) if self._sound else None
+
+    def device_views(self, slots: Sequence[int]) -> Sequence[Any] | None:
+        return device_views(self.inner, slots) if self._sound else None
+
+    @property
+    def _sound(self) -> bool:
         specs = (self.error, self.short_read, self.flip_bit)
-        if self.latency or self.hang or any(fault(spec) for spec in specs):
-            return None
-        return self.inner.views(slots)
+        return not (self.latency or self.hang or any(fault(spec) for spec in specs))
 
     def close(self) -> None:
         self.inner.close()
@@ -193,6 +198,9 @@ class LatencyTier:
         return self.inner.read(batch, targets)
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
+        return None
+
+    def device_views(self, slots: Sequence[int]) -> Sequence[Any] | None:
         return None
 
     def close(self) -> None:

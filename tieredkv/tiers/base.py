@@ -8,7 +8,7 @@ checked by inheriting `tieredkv.testing.TierSuite`.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,30 @@ class Tier(Protocol):
     def close(self) -> None:
         """Release the medium. No other call is running and none follows. Idempotent."""
         ...
+
+
+class DeviceTier(Tier, Protocol):
+    """A tier that also copies to and from memory of a device."""
+
+    device: bool
+    """May the buffers of a call be memory of a device instead: one contiguous uint8 torch tensor
+    per block? What they hold must be there when the call begins; what it copies is there when
+    it returns."""
+
+    def device_views(self, slots: Sequence[int]) -> Sequence[Any] | None:
+        """Like `views`, memory of a device."""
+        ...
+
+
+def takes_device(tier: Tier) -> bool:
+    """False for a tier that is no `DeviceTier`."""
+    return bool(getattr(tier, "device", False))
+
+
+def device_views(tier: Tier, slots: Sequence[int]) -> Sequence[Any] | None:
+    """None for a tier that is no `DeviceTier`."""
+    views = getattr(tier, "device_views", None)
+    return None if views is None else cast("Sequence[Any] | None", views(slots))
 
 
 class SharedCatalogue(Protocol):

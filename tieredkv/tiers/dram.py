@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
-import os
-import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from tieredkv.buffers import check_batch
+from tieredkv.device import cuda_present, page_lock, page_unlock
 from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import CopyPool, Slab, copy_in, copy_out, slot_count
 from tieredkv.types import Batch, Outcome
@@ -96,7 +93,7 @@ class DramTier:
             log.warning("tier %s: page-locking still runs at close; its memory stays", self.name)
             return
         if self.pinned:
-            cuda_result(_torch().cuda.cudart().cudaHostUnregister(self._slab.address))
+            page_unlock(self._slab.address)
             self.pinned = False
         self._slab.close()
 
@@ -104,27 +101,6 @@ class DramTier:
         self._slab.prefault(self._stop)
         if self._pin == "off" or self._stop.is_set() or not cuda_present():
             return
-        result = _torch().cuda.cudart().cudaHostRegister(self._slab.address, self._slab.nbytes, 0)
-        self.pinned = cuda_result(result)
+        self.pinned = page_lock(self._slab.address, self._slab.nbytes)
         state = "page-locked for CUDA" if self.pinned else "not page-locked, CUDA copies are slower"
         log.info("tier %s: %d bytes %s", self.name, self._slab.nbytes, state)
-
-
-def cuda_present() -> bool:
-    """True if torch can use a CUDA device. Imports torch only where a driver is loaded."""
-    if "torch" not in sys.modules and not (
-        os.path.exists("/dev/nvidiactl") and importlib.util.find_spec("torch")
-    ):
-        return False
-    return bool(_torch().cuda.is_available())
-
-
-def cuda_result(code: Any) -> bool:
-    """True for success; a failure is logged."""
-    if int(code) != 0:
-        log.warning("CUDA host memory registration: error %d", int(code))
-    return int(code) == 0
-
-
-def _torch() -> Any:
-    return importlib.import_module("torch")

@@ -6,12 +6,14 @@ torch is imported when a tier is made: it takes seconds that other hierarchies n
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from tieredkv.buffers import check_batch
+from tieredkv.device import Device, Way, streams_of
 from tieredkv.errors import ConfigError
 from tieredkv.tiers.base import BlockBuffer, BlockBuffers
 from tieredkv.tiers.slab import Slab, copy_in, copy_out, runs, slot_count
@@ -22,20 +24,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
+"""Some slots, and the buffers of as many blocks."""
+
 
 class HbmTier:
-    """Slots in one torch uint8 tensor; implements `tieredkv.tiers.base.Tier`.
+    """Slots in one torch uint8 tensor; implements `tieredkv.tiers.base.DeviceTier`.
 
-    `tensor` has shape (slots, block_bytes). On CUDA all copies run on a stream of the
-    tier's own and are complete when a call returns. On the CPU the tensor lies over a
+    `tensor` has shape (slots, block_bytes). On CUDA all copies run on the device's side streams,
+    one for each way, and are complete when a call returns. On the CPU the tensor lies over a
     page-aligned slab. Thread-safe as the protocol says.
     """
 
     inline = True
     durable = False
 
-    def __init__(self, name: str, capacity: int, block_bytes: int, device: str = "auto") -> None:
+    def __init__(
+        self,
+        name: str,
+        capacity: int,
+        block_bytes: int,
+        device: str = "auto",
+        streams: Device | None = None,
+    ) -> None:
         """`capacity` in bytes of payload; `device` is "auto" (cuda, else cpu) or a torch device.
+        `streams` in place of the device's own.
 
         Raises CapacityError if no slot fits, ConfigError if the memory cannot be had.
         """
@@ -45,44 +58,49 @@ class HbmTier:
         self.name = name
         self.block_bytes = block_bytes
         self._slab: Slab | None = None
-        self._stream: Any = None
         target = _device(name, device)
-        if target.type == "cpu":
+        self._streams = streams or streams_of(target)
+        if self._streams is None:
             log.warning("hbm tier runs on cpu: %s", _why_cpu(device))
             self._slab = Slab(self._slots, block_bytes)
             self.tensor = torch.from_numpy(self._slab.rows)
-        else:
-            try:
-                self.tensor = torch.empty(
-                    (self._slots, block_bytes), dtype=torch.uint8, device=target
-                )
-                self._stream = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"tier {name}: {capacity} bytes cannot be had on {target} ({error}); "
-                    "lower the capacity, or what else uses the device"
-                ) from error
+            return
+        try:
+            self.tensor = torch.empty((self._slots, block_bytes), dtype=torch.uint8, device=target)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"tier {name}: {capacity} bytes cannot be had on {target} ({error}); "
+                "lower the capacity, or what else uses the device"
+            ) from error
 
     @property
     def slots(self) -> int:
         return self._slots
 
+    @property
+    def device(self) -> bool:
+        """Do `write` and `read` take memory of a device?"""
+        return self._streams is not None
+
     def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
         check_batch(batch, sources, self.block_bytes, self._slots)
-        if self._slab is not None:
-            copy_in(self._slab.rows, batch.slots, sources, 0, len(batch))
-            return [Outcome.OK] * len(batch)
-        return self._on_stream(self._to_device, batch, sources)
+        if self._slab is None:
+            return self._on_stream("in", batch, sources)
+        copy_in(self._slab.rows, batch.slots, sources, 0, len(batch))
+        return [Outcome.OK] * len(batch)
 
     def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
         check_batch(batch, targets, self.block_bytes, self._slots)
-        if self._slab is not None:
-            copy_out(self._slab.rows, batch.slots, targets, 0, len(batch))
-            return [Outcome.OK] * len(batch)
-        return self._on_stream(self._to_host, batch, targets)
+        if self._slab is None:
+            return self._on_stream("out", batch, targets)
+        copy_out(self._slab.rows, batch.slots, targets, 0, len(batch))
+        return [Outcome.OK] * len(batch)
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
         return None if self._slab is None else self._slab.views(slots)
+
+    def device_views(self, slots: Sequence[int]) -> list[torch.Tensor] | None:
+        return [self.tensor[slot] for slot in slots] if self.device else None
 
     def close(self) -> None:
         import torch
@@ -91,41 +109,35 @@ class HbmTier:
         if self._slab is not None:
             self._slab.close()
 
-    def _on_stream(self, copy: Any, batch: Batch, buffers: BlockBuffers) -> list[Outcome]:
-        """Run `copy` and wait for it; a CUDA error fails the batch, it does not raise."""
-        import torch
-
+    def _on_stream(self, way: Way, batch: Batch, buffers: BlockBuffers) -> list[Outcome]:
+        """Copy and wait for it; an error of the device fails the batch, it does not raise."""
+        assert self._streams is not None
+        pairs = list(self._pairs(batch.slots, buffers))
         try:
-            with torch.cuda.stream(self._stream):
-                copy(batch.slots, buffers)
-            self._stream.synchronize()
+            self._streams.run(way, partial(_copy, way, pairs)).synchronize()
         except RuntimeError:
             log.exception("tier %s: copy of %d blocks failed", self.name, len(batch))
             return [Outcome.FAILED] * len(batch)
         return [Outcome.OK] * len(batch)
 
-    def _to_device(self, slots: Sequence[int], sources: BlockBuffers) -> None:
-        import torch
-
-        if isinstance(sources, np.ndarray):
+    def _pairs(
+        self, slots: Sequence[int], buffers: BlockBuffers
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A pair per copy: one for each run of neighbours on both sides."""
+        if isinstance(buffers, np.ndarray):
             for i, slot, n in runs(slots, 0, len(slots)):
-                host = torch.from_numpy(_plain(sources[i : i + n]))
-                self.tensor[slot : slot + n].copy_(host, non_blocking=True)
-            return
-        for slot, source in zip(slots, sources, strict=True):
-            self.tensor[slot].copy_(torch.from_numpy(_plain(source)), non_blocking=True)
+                yield self.tensor[slot : slot + n], _tensor(buffers[i : i + n])
+        else:
+            for slot, buffer in zip(slots, buffers, strict=True):
+                yield self.tensor[slot], _tensor(buffer)
 
-    def _to_host(self, slots: Sequence[int], targets: BlockBuffers) -> None:
-        import torch
 
-        if isinstance(targets, np.ndarray):
-            # one gather on the device and one transfer, however scattered the slots are
-            index = torch.tensor(list(slots), device=self.tensor.device)
-            gathered = self.tensor.index_select(0, index)
-            torch.from_numpy(targets).copy_(gathered, non_blocking=True)
-            return
-        for slot, target in zip(slots, targets, strict=True):
-            torch.from_numpy(_plain(target)).copy_(self.tensor[slot], non_blocking=True)
+def _copy(way: Way, pairs: Pairs) -> None:
+    for slot, buffer in pairs:
+        if way == "in":
+            slot.copy_(buffer, non_blocking=True)
+        else:
+            buffer.copy_(slot, non_blocking=True)
 
 
 def _device(name: str, device: str) -> torch.device:
@@ -152,7 +164,11 @@ def _why_cpu(device: str) -> str:
     return "torch finds no CUDA device" if device == "auto" else f"device is {device!r}"
 
 
-def _plain(buffer: BlockBuffer) -> Any:
-    """The buffer as an array that torch accepts without a warning (read-only ones: a copy)."""
+def _tensor(buffer: BlockBuffer) -> torch.Tensor:
+    """The buffer as a tensor (read-only ones are copied, of which torch would warn)."""
+    import torch
+
+    if isinstance(buffer, torch.Tensor):
+        return buffer
     array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, memoryview) else buffer
-    return array if array.flags.writeable else array.copy()
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

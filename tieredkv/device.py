@@ -1,0 +1,129 @@
+"""Streams and events of a device, as far as copies need them, and page-locked host memory.
+
+Two side streams per device, one for each way, run beside whatever computes there. Nothing waits
+for a device as a whole: who needs a copy to be done waits for the event behind it.
+
+torch is imported where a device is used: it takes seconds that other machines need not pay.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeAlias
+
+log = logging.getLogger(__name__)
+
+Way: TypeAlias = Literal["in", "out"]
+"""Into the device's tensors, or out of them."""
+
+
+class Event(Protocol):
+    """A point in what a stream has to do. Thread-safe."""
+
+    def query(self) -> bool:
+        """Has everything before it been done?"""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it has. Raises RuntimeError if something before it failed."""
+        ...
+
+
+class Device(Protocol):
+    """The streams of one device. Thread-safe.
+
+    `tieredkv.testing.LateDevice` is one of host memory, on which everything happens late.
+    """
+
+    def mark(self) -> Event:
+        """The point behind all that the calling thread has asked of the device so far."""
+        ...
+
+    def run(self, way: Way, work: Callable[[], object], after: Event | None = None) -> Event:
+        """Queue what `work` asks of the device, behind `after`; the event that ends it.
+
+        `work` runs in this call or later, and does nothing but operations on tensors, with
+        `non_blocking=True` where they cross to the host. Until the event nobody may touch what
+        they read and write. Where `work` raises, in this call, nothing of it runs any more.
+        """
+        ...
+
+
+class CudaDevice:
+    """Streams of a CUDA device; implements `Device`."""
+
+    def __init__(self, device: Any) -> None:
+        """`device`: a torch device with an index."""
+        self._cuda = _torch().cuda
+        self._device = device
+        self._streams = {"in": self._cuda.Stream(device), "out": self._cuda.Stream(device)}
+
+    def mark(self) -> Event:
+        return self._record(self._cuda.current_stream(self._device))
+
+    def run(self, way: Way, work: Callable[[], object], after: Event | None = None) -> Event:
+        stream = self._streams[way]
+        with self._cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            try:
+                work()
+            except BaseException:
+                stream.synchronize()
+                raise
+        return self._record(stream)
+
+    def _record(self, stream: Any) -> Event:
+        # one that is waited for asleep: a thread that spins takes the GIL's turn and a core
+        event: Event = stream.record_event(self._cuda.Event(blocking=True))
+        return event
+
+
+def streams_of(device: Any) -> Device | None:
+    """The streams of a torch device; None for host memory, whose copies need none."""
+    if device.type != "cuda":
+        return None
+    index = device.index
+    return _cuda_device(_torch().cuda.current_device() if index is None else index)
+
+
+@functools.cache
+def _cuda_device(index: int) -> CudaDevice:
+    return CudaDevice(_torch().device("cuda", index))
+
+
+def cuda_present() -> bool:
+    """True if torch can use a CUDA device. Imports torch only where a driver is loaded."""
+    if "torch" not in sys.modules and not (
+        os.path.exists("/dev/nvidiactl") and importlib.util.find_spec("torch")
+    ):
+        return False
+    return bool(_torch().cuda.is_available())
+
+
+def page_lock(address: int, nbytes: int) -> bool:
+    """Lock host memory for copies to and from CUDA devices; False where there is none, or where
+    it fails, which is logged. Undo with `page_unlock` before the memory is freed."""
+    if not cuda_present():
+        return False
+    return _succeeded(_torch().cuda.cudart().cudaHostRegister(address, nbytes, 0))
+
+
+def page_unlock(address: int) -> None:
+    _succeeded(_torch().cuda.cudart().cudaHostUnregister(address))
+
+
+def _succeeded(code: Any) -> bool:
+    if int(code) != 0:
+        log.warning("CUDA host memory registration: error %d", int(code))
+    return int(code) == 0
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
