@@ -181,6 +181,10 @@ def build_tiers(
             for tier in tiers:
                 if isinstance(tier, DramTier):
                     pool.register(*tier.memory)
+        for disk in (tier for tier in tiers if isinstance(tier, NvmeTier) and tier.device):
+            for tier in tiers:
+                if isinstance(tier, HbmTier) and tier.device:
+                    disk.register(tier.tensor)
     except BaseException:
         for tier in reversed(tiers):
             tier.close()

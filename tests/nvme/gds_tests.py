@@ -10,22 +10,28 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.nvme import test_tier
 from tests.nvme.world import FP, MIB, batch, flip, get, opened, put, segment_file, sources
+from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.errors import BlockSizeError, DirectoryError, UsageError
+from tieredkv.mover import Transfer
+from tieredkv.staging import Ring
+from tieredkv.testing import LateDevice
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.nvme import gds
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.gds import THREADS, GdsEngine
 from tieredkv.tiers.nvme.segment import identity
 from tieredkv.tiers.nvme.tier import NvmeTier
-from tieredkv.types import Outcome
+from tieredkv.types import Move, Outcome
 
 PAGE = 4096
 
@@ -242,8 +248,6 @@ def test_registration_is_nothing_to_copies(engine: GdsEngine) -> None:
     buffer = Device(pages(1))
     engine.register(buffer)
     engine.register(buffer)
-    engine.deregister(buffer)
-    engine.deregister(buffer)
 
 
 def test_one_call_moves_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +272,15 @@ def test_one_call_moves_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert get(tier, range(9)) == [Outcome.OK] * 9
 
 
+@contextmanager
+def taking(*args: Any, **kw: Any) -> Iterator[NvmeTier]:
+    """`opened`, with a tier that takes device memory: kvikio can in this mode too."""
+    with opened(*args, **kw) as tier:
+        assert not tier.device
+        tier._engine.device = True  # type: ignore[attr-defined]
+        yield tier
+
+
 def device_rows(blocks: Any) -> list[Any]:
     return [Device(np.frombuffer(bytearray(block), np.uint8)) for block in blocks]
 
@@ -278,7 +291,7 @@ def test_device_memory_goes_there_and_back(tmp_path: Path, size: int) -> None:
     b = batch(slots)
     blocks = sources(b, size)
     room = 8 * (size + PAGE) + MIB
-    with opened(tmp_path, size, room, engine="gds", segment=room) as tier:
+    with taking(tmp_path, size, room, engine="gds", segment=room) as tier:
         assert tier.device
         assert tier.write(b, device_rows(blocks)) == [Outcome.OK] * 4
         targets = device_rows([bytes(size)] * 4)
@@ -303,7 +316,7 @@ def test_a_flipped_kind_is_not_a_missing_checksum(tmp_path: Path) -> None:
 
 
 def test_readers_of_kind_1_alone_refuse_what_has_no_checksum(tmp_path: Path) -> None:
-    with opened(tmp_path) as tier:
+    with taking(tmp_path) as tier:
         assert tier.write(batch([0]), device_rows(sources(batch([0]), PAGE))) == [Outcome.OK]
         segment = tier.segments.get(0)
         assert segment is not None
@@ -315,7 +328,7 @@ def test_readers_of_kind_1_alone_refuse_what_has_no_checksum(tmp_path: Path) -> 
 def test_a_header_that_changes_during_the_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path) as tier:
+    with taking(tmp_path) as tier:
         put(tier, [0, 1])
         real = gds.GdsFile.pread
 
@@ -331,7 +344,7 @@ def test_a_header_that_changes_during_the_read_is_noticed(
 def test_device_memory_that_cannot_be_used(tmp_path: Path) -> None:
     b = batch([0, 1])
     good = device_rows([bytes(PAGE)] * 2)
-    with opened(tmp_path / "gds") as tier:
+    with taking(tmp_path / "gds") as tier:
         for bad in (Device(np.zeros(PAGE // 2, np.uint16)), Device(np.zeros(2 * PAGE, "u1")[::2])):
             with pytest.raises(UsageError, match="vector of uint8"):
                 tier.write(b, [good[0], bad])
@@ -344,3 +357,58 @@ def test_device_memory_that_cannot_be_used(tmp_path: Path) -> None:
             assert not tier.device
             with pytest.raises(UsageError, match="engine gds"):
                 tier.write(b, device_rows([bytes(size)] * 2))
+
+
+class Pretender(torch.Tensor):
+    """A tensor of the CPU that looks like one of a device to kvikio."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return dict(self.as_subclass(torch.Tensor).numpy().__array_interface__)
+
+
+@pytest.mark.parametrize("layers_first", [False, True])
+def test_engine_blocks_reach_the_disk_through_memory_of_the_device_alone(
+    tmp_path: Path, layers_first: bool
+) -> None:
+    """From the blocks of an engine, on streams that run late, to a segment file and back."""
+    memory = torch.randint(0, 256, (2, 12, 2 * PAGE), dtype=torch.uint8)
+    tensors = list(memory) if layers_first else list(memory.view(12, 2, 2 * PAGE).unbind(1))
+    with (
+        LateDevice() as device,
+        taking(tmp_path, 8 * PAGE, 24 * MIB, engine="gds") as tier,
+    ):
+        cache = PagedCache(tensors, 12, 2, batch=2 * 8 * PAGE, users=2, streams=device)
+        staging: Any = cache.staging
+        parts = staging.memory.as_subclass(Pretender).split(cache.part)
+        staging._parts = Ring(iter(parts).__next__, 2)
+        staging._host = None  # nobody may ask for it
+        move = Move(0, 1, [b"%032d" % i for i in range(3)], [1] * 3, [0, 1, 2])
+        before = memory.clone()
+        saved = PagedBlocks(cache, [[0, 7], [3, 4], [9, 1]], cache.fence())
+        move.src_slots, move.dst_slots = [0, 1, 2], [4, 2, 9]
+        assert run_move(move, [saved, tier], cache) == [Outcome.OK] * 3
+        segment = tier.segments.get(0)
+        assert segment is not None
+        assert segment.headers()["kind"][[4, 2, 9]].tolist() == [0, 0, 0]  # none has a checksum
+        memory.zero_()
+        loaded = PagedBlocks(cache, [[2, 5], [-1, 8], [11, 6]], cache.fence())
+        move.src, move.dst, move.src_slots, move.dst_slots = 1, 0, move.dst_slots, [0, 1, 2]
+        assert run_move(move, [loaded, tier], cache) == [Outcome.OK] * 3
+    block = 0 if not layers_first else 1
+    was, now = (m.view(12, 2, -1) if not layers_first else m for m in (before, memory))
+    came = {2: 0, 5: 7, 8: 4, 11: 9, 6: 1}
+    for number in range(12):
+        found = now.select(block, number)
+        assert (
+            torch.equal(found, was.select(block, came[number]))
+            if number in came
+            else (not found.any())
+        )
+
+
+def run_move(move: Move, tiers: list[Any], cache: PagedCache) -> list[Outcome]:
+    transfer = Transfer(move, tiers, None, cache.part, lambda _: None, cache.staging)
+    transfer.run_all()
+    assert transfer.read == transfer.write
+    return transfer.write

@@ -18,6 +18,7 @@ from tieredkv.executor import DaemonExecutor
 from tieredkv.mover import Mover, Transfer
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.nvme.directory import Directory
+from tieredkv.tiers.nvme.tier import NvmeTier
 from tieredkv.types import Fingerprint, Outcome
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,9 @@ class Worker:
         )
         size = self._cache.chunk_bytes
         self.tiers = build_tiers(config, self._directory, size, self._identity, self._ranks)
+        for tier in self.tiers:
+            if isinstance(tier, NvmeTier) and tier.device and self._cache.on_device:
+                tier.register(self._cache.staging.memory)
         # Queues need no bound of their own: whatever is queued holds engine blocks.
         bound = max(1, num_blocks) * size
         executor = DaemonExecutor(threads, "tieredkv-mover")

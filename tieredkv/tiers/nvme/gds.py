@@ -75,14 +75,15 @@ class GdsEngine:
     """
 
     alignment = PAGE
-    device = True
-    """Buffers may be memory of a device."""
     call_bytes = CALL
     """What a call should move at least: its parts run in parallel."""
 
     def __init__(self, mode: Literal["gds", "compat"]) -> None:
         """Set kvikio's defaults. Raises ConfigError where it cannot be used."""
         self.name: str = mode
+        self.device = mode == "gds"
+        """May buffers be memory of a device? In mode `compat` they could, but that saves no copy,
+        and what passes through host memory has a checksum."""
         self._kvikio = load()
         self._pid = os.getpid()
         self._registered: dict[int, Any] = {}
@@ -112,23 +113,13 @@ class GdsEngine:
         """Make the device allocation that holds `buffer` known to cuFile, once.
 
         Without it cuFile copies through memory of its own. The allocation is kept alive until
-        `deregister` or `close`. Does nothing in mode `compat`. Raises OSError.
+        `close`. Does nothing in mode `compat`. Raises OSError.
         """
         with self._registering:
             address = buffer.__cuda_array_interface__["data"][0]
             if address not in self._registered:
                 self._registration(self._kvikio.memory_register, buffer)
                 self._registered[address] = buffer
-
-    def deregister(self, buffer: Any) -> None:
-        """Undo `register`, before the memory is freed; nothing if there is nothing to undo.
-
-        Raises OSError.
-        """
-        with self._registering:
-            address = buffer.__cuda_array_interface__["data"][0]
-            if self._registered.pop(address, None) is not None:
-                self._registration(self._kvikio.memory_deregister, buffer)
 
     def close(self) -> None:
         """Deregister what is left. Idempotent; does nothing in a forked child."""

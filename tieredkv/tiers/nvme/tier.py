@@ -115,10 +115,21 @@ class NvmeTier:
         whole = self.block_bytes == self._segments.geometry.slot_bytes
         return whole and getattr(self._engine, "device", False)
 
-    @property
-    def engine(self) -> Engine:
-        """To register device memory with, where it can do that."""
-        return self._engine
+    def register(self, memory: Any) -> None:
+        """Let the engine move this device memory without copies of its own, until `close`.
+
+        One contiguous torch tensor, which is kept alive. Where that fails, which is logged, its
+        blocks are moved all the same. Only where `device` is True.
+        """
+        engine = cast(Any, self._engine)
+        try:
+            engine.register(memory)
+        except OSError as error:
+            log.warning(
+                "tier %s: device memory is not registered, and moved by copies (%s)",
+                self.name,
+                error,
+            )
 
     @property
     def slots(self) -> int:
