@@ -1,4 +1,4 @@
-"""What users pass as blocks, seen as host bytes without a copy.
+"""What users pass as blocks, seen as bytes without a copy.
 
 torch is never imported here: if the caller holds a tensor, it is loaded already.
 """
@@ -9,80 +9,72 @@ import sys
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from tieredkv.device import await_caller, on_device
 from tieredkv.errors import BlockSizeError, UsageError
 from tieredkv.tiers.base import BlockBuffers, Bytes
-from tieredkv.types import Batch, Outcome
-
-Staged: TypeAlias = "list[tuple[int, Any, Any]]"
-"""(index, device bytes, host bytes) of the blocks that `finish` has to bring back."""
+from tieredkv.types import Batch
 
 
-class HostBlocks:
-    """`count` blocks of `block_bytes` bytes each in host memory.
+class Blocks:
+    """`count` blocks of `block_bytes` bytes each, all in host memory or all on a device.
 
-    The memory stays the caller's. Only blocks on a device are staged through host memory;
-    `finish` brings staged results back. Not thread-safe.
+    The memory stays the caller's.
     """
 
-    __slots__ = ("_staged", "block_bytes", "buffers")
+    __slots__ = ("block_bytes", "buffers")
 
-    def __init__(self, buffers: BlockBuffers, block_bytes: int, staged: Staged) -> None:
+    def __init__(self, buffers: BlockBuffers, block_bytes: int) -> None:
         self.buffers = buffers
-        """One uint8 array of shape (count, block_bytes), or a list of `count` 1-D ones."""
+        """One uint8 array of shape (count, block_bytes), or a list of `count` 1-D ones; torch
+        tensors if they are on a device."""
         self.block_bytes = block_bytes
         """0 only if there are no blocks."""
-        self._staged = staged
 
     def __len__(self) -> int:
         return len(self.buffers)
 
-    def finish(self, outcomes: Sequence[Outcome] | None = None) -> None:
-        """Copy staged blocks (those with outcome OK, by default all) back to their device.
-
-        Returns when the bytes are there. A no-op for blocks in host memory.
-        """
-        for i, device, host in self._staged:
-            if outcomes is None or outcomes[i] is Outcome.OK:
-                device.copy_(host)
+    @property
+    def on_device(self) -> bool:
+        return len(self) > 0 and on_device(self.buffers[0])
 
 
-def host_blocks(buffers: object, count: int, *, writable: bool) -> HostBlocks:
+def view_blocks(buffers: object, count: int, *, writable: bool) -> Blocks:
     """View `buffers` as `count` equal blocks of bytes.
 
     `buffers` is a sequence of `count` buffers, or one stack: a contiguous buffer whose
     first dimension is a multiple of `count`, or 1-D of any divisible size. A buffer is
-    anything with the buffer protocol, a numpy array or a torch tensor, of any dtype.
-    Tensors of a device are staged: call `finish` after filling them.
+    anything with the buffer protocol, a numpy array or a torch tensor of the host or of a CUDA
+    device, of any dtype. For a device, waits for what the calling thread has asked of it so far.
 
     Raises BlockSizeError for wrong counts and sizes, UsageError for buffers that are not
-    contiguous, not writable though `writable` is asked for, or no buffers at all.
+    contiguous, not writable though `writable` is asked for, of the host and of a device in one
+    call, or no buffers at all.
     Costs O(1) for a stack; per block of a list below 1 us for arrays and bytes-likes, 2 us
     for tensors.
     """
     if isinstance(buffers, (list, tuple)) or not _is_buffer(buffers):
         return _from_sequence(buffers, count, writable)
-    staged: Staged = []
-    flat = _flat(buffers, writable, "the stack", staged)
-    shape = _shape(buffers)
-    if count == 0 and flat.size == 0:
-        return HostBlocks([], 0, [])
-    if count == 0 or flat.size == 0 or flat.size % count or (len(shape) > 1 and shape[0] % count):
+    flat = _flat(buffers, writable, "the stack")
+    shape, size = _shape(buffers), len(flat)
+    if count == 0 and size == 0:
+        return Blocks([], 0)
+    if count == 0 or size == 0 or size % count or (len(shape) > 1 and shape[0] % count):
         raise BlockSizeError(
-            f"a stack of shape {shape} ({flat.size} bytes) does not divide into {count} blocks: "
+            f"a stack of shape {shape} ({size} bytes) does not divide into {count} blocks: "
             "pass one with a first dimension of one entry per key, or a list with one buffer each"
         )
     stack = flat.reshape(count, -1)
-    for _, device, host in staged:
-        rows = zip(device.view(count, -1), host.view(count, -1), strict=True)
-        staged = [(i, device_row, host_row) for i, (device_row, host_row) in enumerate(rows)]
-    return HostBlocks(stack, stack.shape[1], staged)
+    if on_device(stack):
+        await_caller(stack)
+        stack = stack.unbind(0)
+    return Blocks(stack, size // count)
 
 
-def _from_sequence(buffers: object, count: int, writable: bool) -> HostBlocks:
+def _from_sequence(buffers: object, count: int, writable: bool) -> Blocks:
     if not isinstance(buffers, Sequence) or isinstance(buffers, str):
         raise UsageError(
             f"blocks of type {type(buffers).__name__}: pass a list of buffers, or one contiguous "
@@ -90,25 +82,34 @@ def _from_sequence(buffers: object, count: int, writable: bool) -> HostBlocks:
         )
     if len(buffers) != count:
         raise BlockSizeError(f"{len(buffers)} buffers for {count} keys: pass one buffer per key")
-    staged: Staged = []
-    flats = [_flat(buffer, writable, i, staged) for i, buffer in enumerate(buffers)]
+    flats = [_flat(buffer, writable, i) for i, buffer in enumerate(buffers)]
     if not flats:
-        return HostBlocks([], 0, [])
-    block_bytes = flats[0].size
+        return Blocks([], 0)
+    block_bytes = len(flats[0])
     for i, flat in enumerate(flats):
-        if flat.size != block_bytes or not block_bytes:
+        if len(flat) != block_bytes or not block_bytes:
             raise BlockSizeError(
-                f"block {i} has {flat.size} bytes, block 0 has {block_bytes}: "
+                f"block {i} has {len(flat)} bytes, block 0 has {block_bytes}: "
                 "all blocks must have one size, larger than 0"
             )
+    places = {str(flat.device) if on_device(flat) else "the host" for flat in flats}
+    if len(places) > 1:
+        raise UsageError(
+            f"blocks on {', '.join(sorted(places))}: pass all blocks of a call in one memory"
+        )
     if writable:
         _check_apart(flats, block_bytes)
-    return HostBlocks(flats, block_bytes, staged)
+    if on_device(flats[0]):
+        await_caller(flats[0])
+    return Blocks(flats, block_bytes)
 
 
-def _check_apart(flats: list[Bytes], block_bytes: int) -> None:
+def _check_apart(flats: list[Any], block_bytes: int) -> None:
     """Blocks to be filled must not share memory: the last one read would stand for all."""
-    starts = sorted(flat.__array_interface__["data"][0] for flat in flats)
+    starts = sorted(
+        flat.data_ptr() if on_device(flat) else flat.__array_interface__["data"][0]
+        for flat in flats
+    )
     if any(b - a < block_bytes for a, b in pairwise(starts)):
         raise UsageError("two of the buffers overlap: pass memory of its own for each block")
 
@@ -133,12 +134,12 @@ def _is_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _flat(buffer: Any, writable: bool, place: int | str, staged: Staged) -> Bytes:
-    """1-D uint8 view of one buffer; device tensors to be filled are appended to `staged`."""
+def _flat(buffer: Any, writable: bool, place: int | str) -> Any:
+    """1-D uint8 view of one buffer, an array or a tensor of a device."""
     if isinstance(buffer, np.ndarray):
         return _flat_array(buffer, writable, place)
     if _is_tensor(buffer):
-        return _flat_tensor(buffer, writable, place, staged)
+        return _flat_tensor(buffer, place)
     try:
         view = memoryview(buffer)
     except TypeError:
@@ -167,27 +168,20 @@ def _flat_array(array: Any, writable: bool, place: int | str) -> Bytes:
     return flat
 
 
-def _flat_tensor(tensor: Any, writable: bool, place: int | str, staged: Staged) -> Bytes:
+def _flat_tensor(tensor: Any, place: int | str) -> Any:
     torch = sys.modules["torch"]
     try:
         if not tensor.is_contiguous():
             raise _not_contiguous(place, tuple(tensor.shape))
         if tensor.requires_grad:
             tensor = tensor.detach()
-        flat = (tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8)
-        if not flat.is_cpu:
-            host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=flat.is_cuda)
-            if writable:
-                staged.append((place if isinstance(place, int) else 0, flat, host))
-            else:
-                host.copy_(flat)
-            flat = host
-        array: Bytes = flat.numpy().reshape(-1)
+        flat = (tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8).reshape(-1)
+        return flat if on_device(flat) else flat.numpy()
     except (RuntimeError, TypeError) as error:
         raise UsageError(
-            f"{_name(place)} is a tensor without plain memory ({error}): pass a dense tensor"
+            f"{_name(place)} is a tensor without plain memory ({error}): pass a dense tensor of "
+            "the CPU or of a CUDA device"
         ) from error
-    return array
 
 
 def _name(place: int | str) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from tieredkv.buffers import HostBlocks, RevocableViews
+from tieredkv.buffers import Blocks, RevocableViews
 from tieredkv.engine import Engine
 from tieredkv.mover import Transfer
 from tieredkv.planner.plans import PutPlan
@@ -22,7 +22,7 @@ class Core(Engine):
     # -- put ------------------------------------------------------------------------------
 
     def put(
-        self, keys: Sequence[bytes], host: HostBlocks, start: int, turn: Turn | None
+        self, keys: Sequence[bytes], blocks: Blocks, start: int, turn: Turn | None
     ) -> list[Outcome]:
         """Outcome per block of `keys[start:]`. Returns once the first tier holds the bytes; if
         that is the durable one, once the index is committed."""
@@ -34,7 +34,7 @@ class Core(Engine):
         for i in range(plan.known - start):
             outcomes[i] = Outcome.OK
         if plan.moves:
-            self._run_put(plan.moves, host, start, deadline, outcomes)
+            self._run_put(plan.moves, blocks, start, deadline, outcomes)
         if plan.pending:
             self._join(keys, start, plan.known, deadline, outcomes)
         _cut(outcomes)
@@ -81,12 +81,12 @@ class Core(Engine):
     def _run_put(
         self,
         moves: Sequence[Move],
-        host: HostBlocks,
+        blocks: Blocks,
         start: int,
         deadline: float,
         outcomes: list[Outcome],
     ) -> None:
-        with self._ending([self._gather(move, host, start) for move in moves]) as transfers:
+        with self._ending([self._gather(move, blocks, start) for move in moves]) as transfers:
             for transfer in transfers:
                 lo = transfer.move.depths[0] - start
                 result = self._finish_here(transfer, deadline, load=False)
@@ -153,7 +153,7 @@ class Core(Engine):
     # -- get ------------------------------------------------------------------------------
 
     def get(
-        self, keys: Sequence[bytes], host: HostBlocks, start: int, deadline: float, promote: bool
+        self, keys: Sequence[bytes], blocks: Blocks, start: int, deadline: float, promote: bool
     ) -> tuple[list[Outcome], dict[str, int]]:
         """(outcome per block of `keys[start:]`, blocks returned per tier)."""
         with self.lock:
@@ -162,7 +162,7 @@ class Core(Engine):
             self._note(moves)
         outcomes = [Outcome.MISSING] * (len(keys) - start)
         hits: dict[str, int] = {}
-        with self._ending([self._gather(move, host, start) for move in moves]) as transfers:
+        with self._ending([self._gather(move, blocks, start) for move in moves]) as transfers:
             for transfer in transfers:  # what can block runs beside the memory copies
                 if not self._inline(transfer.move):
                     self._queue(transfer, load=True)
@@ -172,21 +172,21 @@ class Core(Engine):
                     outcomes[depth - start] = outcome
                 hits[self.tiers[transfer.move.src or 0].name] = result.count(Outcome.OK)
         if promote and any(move.src for move in moves):
-            self._promote(keys, host, start, moves, outcomes)
+            self._promote(keys, blocks, start, moves, outcomes)
         return outcomes, {tier: n for tier, n in hits.items() if n}
 
-    def _gather(self, move: Move, host: HostBlocks, start: int) -> Transfer:
+    def _gather(self, move: Move, blocks: Blocks, start: int) -> Transfer:
         """A read into the caller's blocks, which need not be neighbours."""
         lo, hi = move.depths[0] - start, move.depths[-1] + 1 - start
         if hi - lo == len(move):
-            return self._transfer(move, host, lo, hi)
-        picked = [host.buffers[depth - start] for depth in move.depths]
-        return self._transfer(move, HostBlocks(picked, host.block_bytes, []), 0, len(move))
+            return self._transfer(move, blocks, lo, hi)
+        picked = [blocks.buffers[depth - start] for depth in move.depths]
+        return self._transfer(move, Blocks(picked, blocks.block_bytes), 0, len(move))
 
     def _promote(
         self,
         keys: Sequence[bytes],
-        host: HostBlocks,
+        blocks: Blocks,
         start: int,
         moves: Sequence[Move],
         outcomes: Sequence[Outcome],
@@ -210,7 +210,7 @@ class Core(Engine):
                 return
             plan = self.planner.plan_promote(keys, slower, tier, self.clock(), held)
             self._note(plan)
-        with self._ending([self._gather(move, host, start) for move in plan]) as transfers:
+        with self._ending([self._gather(move, blocks, start) for move in plan]) as transfers:
             for transfer in transfers:
                 transfer.run_all()
 
@@ -261,13 +261,12 @@ class Core(Engine):
 
     # -- transfers of a caller ----------------------------------------------------------------
 
-    def _transfer(self, move: Move, host: HostBlocks, lo: int, hi: int) -> Transfer:
-        buffers = host.buffers[lo:hi]
-        if self._inline(move):
-            return Transfer(move, self.tiers, buffers, len(move), self._ended)
-        threads = self._limits.threads
-        part = max(1, min(self._batch, -(-len(move) // threads)))
-        return Transfer(move, self.tiers, RevocableViews(buffers), part, self._ended)
+    def _transfer(self, move: Move, blocks: Blocks, lo: int, hi: int) -> Transfer:
+        buffers, part = blocks.buffers[lo:hi], len(move)
+        if not self._inline(move):
+            part = max(1, min(self._batch, -(-len(move) // self._limits.threads)))
+            buffers = buffers if blocks.on_device else RevocableViews(buffers)
+        return Transfer(move, self.tiers, buffers, part, self._ended, self._staging)
 
     def _queue(self, transfer: Transfer, *, load: bool) -> None:
         if not self.mover.start(transfer, self.block_bytes, load=load):

@@ -14,13 +14,17 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
 Way: TypeAlias = Literal["in", "out"]
 """Into the device's tensors, or out of them."""
+Buffers: TypeAlias = "Sequence[Any] | npt.NDArray[np.uint8]"
 
 
 class Event(Protocol):
@@ -96,6 +100,48 @@ def streams_of(device: Any) -> Device | None:
 @functools.cache
 def _cuda_device(index: int) -> CudaDevice:
     return CudaDevice(_torch().device("cuda", index))
+
+
+def on_device(buffer: object) -> bool:
+    """Is it a torch tensor of a CUDA device?"""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(buffer, torch.Tensor) and bool(buffer.is_cuda)
+
+
+def as_tensor(buffer: Any) -> Any:
+    """A buffer as a torch tensor (read-only ones are copied, of which torch would warn)."""
+    torch = _torch()
+    if isinstance(buffer, torch.Tensor):
+        return buffer
+    array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, memoryview) else buffer
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def copy_pairs(way: Way, pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Copy between tensors of a device and others, of the host or of it: `work` of a `Device`."""
+    for device, other in pairs:
+        if way == "in":
+            device.copy_(other, non_blocking=True)
+        else:
+            other.copy_(device, non_blocking=True)
+
+
+def copy_blocks(way: Way, device: Buffers, host: Buffers) -> None:
+    """Copy between tensors of a device and as many buffers of the host, and wait for the end.
+
+    Raises RuntimeError if the device fails.
+    """
+    streams = streams_of(device[0].device)
+    assert streams is not None
+    pairs = list(zip(device, map(as_tensor, host), strict=True))
+    streams.run(way, functools.partial(copy_pairs, way, pairs)).synchronize()
+
+
+def await_caller(tensor: Any) -> None:
+    """Wait for all that the calling thread has asked of the tensor's device so far."""
+    streams = streams_of(tensor.device)
+    assert streams is not None
+    streams.mark().synchronize()
 
 
 def cuda_present() -> bool:

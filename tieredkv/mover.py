@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from tieredkv.buffers import RevocableViews
+from tieredkv.device import copy_blocks, on_device
 from tieredkv.executor import Executor
 from tieredkv.staging import Staging
 from tieredkv.tiers.base import BlockBuffers, Tier, device_views, takes_device
 from tieredkv.types import Batch, Move, Outcome
 
 log = logging.getLogger(__name__)
+
+DELIVERY = 60.0  # seconds for a copy between memories, which takes far less or for ever
 
 Outcomes: TypeAlias = list[Outcome]
 Done: TypeAlias = Callable[["Transfer"], None]
@@ -42,7 +45,8 @@ class Transfer:
         staging: Staging | None = None,
     ) -> None:
         """`buffers`: one per block, for moves from or to the caller. `part`: blocks per part.
-        `staging`: for moves between tiers, which may lend each other no memory."""
+        `staging`: for moves between tiers, which may lend each other no memory, and for buffers
+        on a device."""
         self.move = move
         self.read: Outcomes = [Outcome.BUSY] * len(move) if move.src is not None else []
         self.write: Outcomes = [Outcome.BUSY] * len(move) if move.dst is not None else []
@@ -58,7 +62,7 @@ class Transfer:
         self._ended = threading.Condition()
         self.parts = [(lo, min(lo + part, len(move))) for lo in range(0, len(move), part)]
         self._open = len(self.parts)
-        self._active = 0
+        self._active = self._delivering = 0
         self._finished = not self.parts
 
     def run(self, lo: int, hi: int) -> None:
@@ -120,7 +124,8 @@ class Transfer:
         """Wait for the end; at the deadline give up: what is unfinished is BUSY.
 
         From then on no part starts and the caller's buffers are taken away from parts that
-        run. Returns the outcomes known by then.
+        run; of a device they cannot be while another one than the processor writes to them.
+        Returns the outcomes known by then.
         """
         with self._ended:
             self._ended.wait_for(lambda: self._finished, max(0.0, timeout))
@@ -128,6 +133,7 @@ class Transfer:
                 self.expired = True
                 if isinstance(self._buffers, RevocableViews):
                     self._buffers.revoke()
+                self._ended.wait_for(lambda: not self._delivering, DELIVERY)
             return list(self.read or self.write)
 
     @property
@@ -141,17 +147,46 @@ class Transfer:
         return self._active
 
     def _copy(self, move: Move, lo: int, hi: int) -> tuple[Outcomes, Outcomes]:
-        buffers = self._buffers
-        part = None if buffers is None else buffers[lo:hi]
+        if move.src is not None and move.dst is not None:
+            return self._between(self._tiers[move.src], self._tiers[move.dst], move, lo, hi)
+        end = move.dst if move.src is None else move.src
+        assert end is not None
+        assert self._buffers is not None
+        tier, part = self._tiers[end], self._buffers[lo:hi]
+        if on_device(part[0]) and not takes_device(tier):
+            assert self._staging is not None
+            with self._staging.take(hi - lo) as staging:
+                return self._across(tier, move, lo, hi, part, staging)
         if move.src is None:
-            assert move.dst is not None
-            assert part is not None
-            return [], write(self._tiers[move.dst], move.write_batch(lo, hi), part)
-        source = self._tiers[move.src]
-        if move.dst is None:
-            assert part is not None
-            return read(source, move.read_batch(lo, hi), part), []
-        return self._between(source, self._tiers[move.dst], move, lo, hi)
+            return [], write(tier, move.write_batch(lo, hi), part)
+        return read(tier, move.read_batch(lo, hi), part), []
+
+    def _across(
+        self,
+        tier: Tier,
+        move: Move,
+        lo: int,
+        hi: int,
+        device: BlockBuffers,
+        host: BlockBuffers,
+    ) -> tuple[Outcomes, Outcomes]:
+        """From or to the caller's buffers on a device, through host memory."""
+        if move.src is None:
+            copy_blocks("out", device, host)
+            return [], write(tier, move.write_batch(lo, hi), host)
+        got = read(tier, move.read_batch(lo, hi), host)
+        good = [i for i, outcome in enumerate(got) if outcome is Outcome.OK]
+        with self._ended:
+            if self.expired or not good:
+                return got, []
+            self._delivering += 1
+        try:
+            copy_blocks("in", [device[i] for i in good], [host[i] for i in good])
+        finally:
+            with self._ended:
+                self._delivering -= 1
+                self._ended.notify_all()
+        return got, []
 
     def _between(
         self, source: Tier, target: Tier, move: Move, lo: int, hi: int
@@ -166,7 +201,7 @@ class Transfer:
             ok = [Outcome.OK] * (hi - lo)
             return ok, attempt(target, move.write_batch(lo, hi), here)
         assert self._staging is not None
-        device = takes_device(source) and takes_device(target)
+        device = takes_device(source) and takes_device(target) and self._staging.on_device
         with self._staging.take(hi - lo, device=device) as staging:
             return _staged(source, target, move, lo, hi, staging)
 

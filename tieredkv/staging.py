@@ -78,6 +78,10 @@ class Staging:
             self.memory = _tensor(users * blocks, block_bytes, device)
             self._parts = Ring(iter(self.memory.split(blocks)).__next__, users)
 
+    @property
+    def on_device(self) -> bool:
+        return self.memory is not None
+
     @contextmanager
     def take(self, count: int, *, device: bool = False) -> Iterator[BlockBuffers]:
         """`count` blocks, of the host unless `device`; their content is undefined.

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Self
 
 from tieredkv import arguments
-from tieredkv.buffers import HostBlocks, host_blocks
+from tieredkv.buffers import Blocks, view_blocks
 from tieredkv.build import WrapTier, build, load_policies, open_disk
 from tieredkv.build_pool import mooncake_config
 from tieredkv.config import Config
@@ -105,8 +105,8 @@ class TieredKVStore:
         tier returned an error. Raises UsageError, BlockSizeError, CapacityError.
         """
         chain = self._chain(keys, start, every=True)
-        host = host_blocks(blocks, len(chain) - start, writable=False)
-        return self._put(chain, host, start, arguments.turn(turn))
+        views = view_blocks(blocks, len(chain) - start, writable=False)
+        return self._put(chain, views, start, arguments.turn(turn))
 
     def get(
         self,
@@ -126,8 +126,8 @@ class TieredKVStore:
         is back to 0. Raises UsageError, BlockSizeError.
         """
         chain = self._chain(keys, start)
-        host = host_blocks(out, len(chain) - start, writable=True)
-        return self._get(chain, host, start, self._until(deadline))
+        views = view_blocks(out, len(chain) - start, writable=True)
+        return self._get(chain, views, start, self._until(deadline))
 
     def put_async(
         self,
@@ -143,16 +143,16 @@ class TieredKVStore:
         FAILED those that are not. A full queue answers BUSY at once.
         """
         chain = tuple(self._chain(keys, start, every=True))  # the caller's list may grow meanwhile
-        host = host_blocks(blocks, len(chain) - start, writable=False)
+        views = view_blocks(blocks, len(chain) - start, writable=False)
         given = arguments.turn(turn)
-        if self._core is not None and len(host):
-            self._open(host.block_bytes)  # a wrong size is the caller's error, not the future's
+        if self._core is not None and len(views):
+            self._open(views.block_bytes)  # a wrong size is the caller's error, not the future's
 
         def job() -> list[Outcome]:
-            outcomes = self._put(chain, host, start, given)
+            outcomes = self._put(chain, views, start, given)
             return outcomes if self._core is None else self._core.durable(chain, start, outcomes)
 
-        return self._later(self._puts, job, host, len(chain) - start)
+        return self._later(self._puts, job, views, len(chain) - start)
 
     def get_async(
         self,
@@ -163,12 +163,12 @@ class TieredKVStore:
     ) -> Future[list[Outcome]]:
         """`get` in the background; `out` is the store's until the future is done."""
         chain = tuple(self._chain(keys, start))
-        host = host_blocks(out, len(chain) - start, writable=True)
+        views = view_blocks(out, len(chain) - start, writable=True)
         until = self._until(deadline)
-        if self._core is not None and len(host):
-            self._check_size(self._core, host.block_bytes)
+        if self._core is not None and len(views):
+            self._check_size(self._core, views.block_bytes)
         return self._later(
-            self._gets, lambda: self._get(chain, host, start, until), host, len(chain) - start
+            self._gets, lambda: self._get(chain, views, start, until), views, len(chain) - start
         )
 
     def lookup(self, keys: Sequence[bytes]) -> Match:
@@ -305,35 +305,34 @@ class TieredKVStore:
     # -- inside ---------------------------------------------------------------------------
 
     def _put(
-        self, chain: Sequence[bytes], host: HostBlocks, start: int, turn: Turn | None
+        self, chain: Sequence[bytes], views: Blocks, start: int, turn: Turn | None
     ) -> list[Outcome]:
-        if not len(host):
+        if not len(views):
             return []
         began = time.perf_counter()
-        core = self._open(host.block_bytes)
-        outcomes = core.put(chain, host, start, turn)
+        core = self._open(views.block_bytes)
+        outcomes = core.put(chain, views, start, turn)
         with core.lock:
-            self.metrics.put_ended(outcomes, host.block_bytes, time.perf_counter() - began)
+            self.metrics.put_ended(outcomes, views.block_bytes, time.perf_counter() - began)
         return outcomes
 
     def _get(
-        self, chain: Sequence[bytes], host: HostBlocks, start: int, deadline: float
+        self, chain: Sequence[bytes], views: Blocks, start: int, deadline: float
     ) -> list[Outcome]:
         began, asked = time.perf_counter(), len(chain) - start
         if asked and (self._core is not None or mooncake_config(self.config)):
-            self._open(host.block_bytes)  # checks the size; others may have stored the blocks
+            self._open(views.block_bytes)  # checks the size; others may have stored the blocks
         core, hits, outcomes = self._core, dict[str, int](), [Outcome.MISSING] * asked
         if core is not None and asked:
             core.discover(chain)
-            outcomes, hits = core.get(chain, host, start, deadline, self.config.promotion.enabled)
-            host.finish(outcomes)
+            outcomes, hits = core.get(chain, views, start, deadline, self.config.promotion.enabled)
         with self._opening if core is None else core.lock:
             elapsed = time.perf_counter() - began
-            self.metrics.get_ended(outcomes, hits, host.block_bytes, elapsed)
+            self.metrics.get_ended(outcomes, hits, views.block_bytes, elapsed)
         return outcomes
 
     def _later(
-        self, lane: Mover, job: Callable[[], list[Outcome]], host: HostBlocks, blocks: int
+        self, lane: Mover, job: Callable[[], list[Outcome]], views: Blocks, blocks: int
     ) -> Future[list[Outcome]]:
         future: Future[list[Outcome]] = Future()
 
@@ -346,7 +345,7 @@ class TieredKVStore:
                 future.set_exception(error)
 
         # as loads, of which all threads of a lane may run
-        if not lane.submit(run, blocks * host.block_bytes, load=True):
+        if not lane.submit(run, blocks * views.block_bytes, load=True):
             future.set_result([Outcome.BUSY] * blocks)
         return future
 

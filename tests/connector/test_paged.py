@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.device import Way
-from tieredkv.errors import BlockSizeError, UsageError
+from tieredkv.errors import BlockSizeError, ConfigError, UsageError
 from tieredkv.mover import Transfer
 from tieredkv.staging import Staging
 from tieredkv.testing import LateDevice, LatencyTier
@@ -161,10 +162,11 @@ def test_many_threads_have_staging_of_their_own(world: World) -> None:
     expected = rows(world, 3)
     world.cache.gather(SOURCE, expected)
 
-    def read(_: int) -> bool:
+    def read(first: int) -> bool:
+        order = [(first + i) % 3 for i in range(3)]
         chunks = rows(world, 3)
-        world.cache.gather(SOURCE, chunks)
-        return bool((chunks == expected).all())
+        world.cache.gather([SOURCE[i] for i in order], chunks)
+        return bool((chunks == expected[order]).all())
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, range(24)))
@@ -376,12 +378,33 @@ def test_tensors_that_are_not_understood_are_refused() -> None:
         cache(torch.zeros(6, 4, 8)[:, :, ::2])
 
 
-def test_staging_is_bounded_and_comes_back() -> None:
-    staging = Staging(4096, 2, 1)
-    with staging.take(2) as rows:
-        first = np.asarray(rows).__array_interface__["data"][0]
-        with staging.take(5) as larger:  # more than usual: memory of its own
-            assert len(larger) == 5
-    with staging.take(1) as rows:
-        assert np.asarray(rows).__array_interface__["data"][0] == first
+@pytest.mark.parametrize("device", [False, True])
+def test_staging_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch, device: bool) -> None:
+    staging = Staging(4096, 2, 2, torch.device("cpu"))
+
+    def last_bytes() -> list[int]:
+        with staging.take(2, device=device) as rows:
+            return [int(row[-1]) for row in rows]
+
+    with ExitStack() as first, ExitStack() as second, ThreadPoolExecutor(1) as pool:
+        one = first.enter_context(staging.take(2, device=device))
+        other = second.enter_context(staging.take(1, device=device))
+        one[0][:], one[1][:], other[0][:] = 1, 2, 3
+        assert [int(row[-1]) for row in (*one, *other)] == [1, 2, 3]
+        monkeypatch.setattr("tieredkv.staging.WAIT", 0.01)
+        with pytest.raises(TimeoutError, match="all 2"):
+            last_bytes()
+        monkeypatch.setattr("tieredkv.staging.WAIT", 20.0)
+        third = pool.submit(last_bytes)
+        assert not wait([third], 0.05).done
+        first.close()
+        assert third.result(20) == [1, 2]
+    with staging.take(5) as larger:  # more than usual: memory of its own
+        assert len(larger) == 5
+    assert staging.memory.shape == (4, 4096)
     staging.close()
+
+
+def test_a_device_without_room_for_staging_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"lower mover\.batch"):
+        Staging(1 << 58, 2, 2, torch.device("cpu"))

@@ -20,18 +20,20 @@ import torch
 
 from tests.nvme import test_tier
 from tests.nvme.world import FP, MIB, batch, flip, get, opened, put, segment_file, sources
+from tests.pretender import pretend
 from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.errors import BlockSizeError, DirectoryError, UsageError
 from tieredkv.mover import Transfer
 from tieredkv.staging import Ring
 from tieredkv.testing import LateDevice
 from tieredkv.tiers.base import Tier
+from tieredkv.tiers.hbm import HbmTier
 from tieredkv.tiers.nvme import gds
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.gds import THREADS, GdsEngine
 from tieredkv.tiers.nvme.segment import identity
 from tieredkv.tiers.nvme.tier import NvmeTier
-from tieredkv.types import Move, Outcome
+from tieredkv.types import Batch, Move, Outcome
 
 PAGE = 4096
 
@@ -359,14 +361,6 @@ def test_device_memory_that_cannot_be_used(tmp_path: Path) -> None:
                 tier.write(b, device_rows([bytes(size)] * 2))
 
 
-class Pretender(torch.Tensor):
-    """A tensor of the CPU that looks like one of a device to kvikio."""
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return dict(self.as_subclass(torch.Tensor).numpy().__array_interface__)
-
-
 @pytest.mark.parametrize("layers_first", [False, True])
 def test_engine_blocks_reach_the_disk_through_memory_of_the_device_alone(
     tmp_path: Path, layers_first: bool
@@ -380,7 +374,7 @@ def test_engine_blocks_reach_the_disk_through_memory_of_the_device_alone(
     ):
         cache = PagedCache(tensors, 12, 2, batch=2 * 8 * PAGE, users=2, streams=device)
         staging: Any = cache.staging
-        parts = staging.memory.as_subclass(Pretender).split(cache.part)
+        parts = pretend(staging.memory).split(cache.part)
         staging._parts = Ring(iter(parts).__next__, 2)
         staging._host = None  # nobody may ask for it
         move = Move(0, 1, [b"%032d" % i for i in range(3)], [1] * 3, [0, 1, 2])
@@ -412,3 +406,23 @@ def run_move(move: Move, tiers: list[Any], cache: PagedCache) -> list[Outcome]:
     transfer.run_all()
     assert transfer.read == transfer.write
     return transfer.write
+
+
+def test_slots_of_hbm_reach_the_disk_without_a_copy(tmp_path: Path) -> None:
+    with LateDevice() as device, taking(tmp_path, 2 * PAGE, engine="gds") as disk:
+        hbm = HbmTier("hbm", 16 * PAGE, 2 * PAGE, "cpu", device)
+        hbm.tensor = pretend(hbm.tensor)
+        keys, slots = [b"%032d" % i for i in range(4)], [5, 1, 2, 7]
+        b = Batch(slots, keys, [1] * 4)
+        blocks = sources(batch(range(4)), 2 * PAGE)
+        assert hbm.write(b, blocks) == [Outcome.OK] * 4
+        down = Move(0, 1, keys, [1] * 4, [0, 1, 2, 3], slots, [3, 4, 0, 9])
+        up = Move(1, 0, keys, [1] * 4, [0, 1, 2, 3], [3, 4, 0, 9], [0, 3, 4, 6])
+        for move in (down, up):  # there is no staging memory that they could use
+            transfer = Transfer(move, [hbm, disk], None, 4, lambda _: None)
+            transfer.run_all()
+            assert transfer.write == [Outcome.OK] * 4
+        back = [bytearray(2 * PAGE) for _ in keys]
+        b = Batch([0, 3, 4, 6], keys, [1] * 4)
+        assert hbm.read(b, [memoryview(row) for row in back]) == [Outcome.OK] * 4
+        assert back == [bytearray(block) for block in blocks]

@@ -19,7 +19,7 @@ from tests.store.shared_pool import GONE, LEASE, Pool
 from tests.store.stepped import PATIENCE, SIZE, Shape, Side
 from tests.store.world import Path_, chain, payload
 from tieredkv import Outcome, Turn
-from tieredkv.buffers import host_blocks
+from tieredkv.buffers import view_blocks
 from tieredkv.testing import ManualClock
 
 OK = Outcome.OK
@@ -65,7 +65,7 @@ class Calls(RuleBasedStateMachine):
     def put(self, which: int, path: Path_, session: str | None, hurried: bool) -> None:
         side, keys = self.sides[which], chain(path)
         self.tried.add(path)
-        host = host_blocks([self.block(side, key) for key in keys], len(keys), writable=False)
+        host = view_blocks([self.block(side, key) for key in keys], len(keys), writable=False)
         self.calm &= not hurried
         side.core.hurried = hurried
         outcomes = side.core.put(keys, host, 0, Turn(session) if session else None)
@@ -81,7 +81,7 @@ class Calls(RuleBasedStateMachine):
         keys = chain(path)
         side.core.discover(keys)
         out = [bytearray(SIZE) for _ in keys]
-        host = host_blocks(out, len(keys), writable=True)
+        host = view_blocks(out, len(keys), writable=True)
         self.calm &= not hurried
         side.core.hurried = hurried
         outcomes, _ = side.core.get(keys, host, 0, time.monotonic() + PATIENCE, True)

@@ -11,7 +11,7 @@ from tests.store.shared_pool import LEASE, Pool
 from tests.store.stepped import SIZE, Shape, Side
 from tests.store.world import chain, payload
 from tieredkv import Outcome
-from tieredkv.buffers import host_blocks
+from tieredkv.buffers import view_blocks
 from tieredkv.executor import DaemonExecutor
 from tieredkv.mover import Mover, Transfer
 from tieredkv.staging import Staging
@@ -31,7 +31,7 @@ def pool(clock: ManualClock) -> Pool:
 
 def put(side: Side, keys: Sequence[bytes], version: int = 0) -> list[Outcome]:
     blocks = [payload(key, version, SIZE) for key in keys]
-    return side.core.put(keys, host_blocks(blocks, len(keys), writable=False), 0, None)
+    return side.core.put(keys, view_blocks(blocks, len(keys), writable=False), 0, None)
 
 
 def found(side: Side, keys: Sequence[bytes]) -> int:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tieredkv.buffers import RevocableViews, host_blocks
+from tieredkv.buffers import RevocableViews, view_blocks
 from tieredkv.errors import BlockSizeError, UsageError
 from tieredkv.tiers.dram import DramTier
 from tieredkv.types import Batch, Outcome
@@ -47,7 +47,7 @@ def payload(count: int) -> list[bytes]:
     ],
 )
 def test_one_buffer_per_block(wrap: Any) -> None:
-    blocks = host_blocks([wrap(b) for b in payload(3)], 3, writable=False)
+    blocks = view_blocks([wrap(b) for b in payload(3)], 3, writable=False)
     assert (len(blocks), blocks.block_bytes) == (3, SIZE)
     assert rows(blocks) == payload(3)
 
@@ -66,7 +66,7 @@ def test_one_buffer_per_block(wrap: Any) -> None:
     ids=["bytes", "bytearray", "2-D memoryview", "u8", "f32", "token-major", "bf16 tensor"],
 )
 def test_one_stack(stack: Any) -> None:
-    blocks = host_blocks(stack, 4, writable=False)
+    blocks = view_blocks(stack, 4, writable=False)
     assert isinstance(blocks.buffers, np.ndarray)
     assert blocks.buffers.shape == (4, SIZE)
     assert rows(blocks) == payload(4)
@@ -76,10 +76,9 @@ def test_one_stack(stack: Any) -> None:
 @pytest.mark.parametrize("stacked", [True, False])
 def test_tensors_are_filled_in_place(dtype: torch.dtype, stacked: bool) -> None:
     out = torch.zeros((3, 4, 16), dtype=dtype)
-    blocks = host_blocks(out if stacked else list(out), 3, writable=True)
+    blocks = view_blocks(out if stacked else list(out), 3, writable=True)
     for i, buffer in enumerate(blocks.buffers):
         buffer[:] = np.full(blocks.block_bytes, i % 2, np.uint8)
-    blocks.finish()
     expected = [bytes([i % 2]) * blocks.block_bytes for i in range(3)]
     assert [bytes(t.view(torch.uint8).numpy()) for t in out] == expected
 
@@ -87,19 +86,19 @@ def test_tensors_are_filled_in_place(dtype: torch.dtype, stacked: bool) -> None:
 @pytest.mark.parametrize("make", [bytearray, lambda n: np.zeros(n, np.uint8)])
 def test_host_buffers_are_filled_in_place(make: Any) -> None:
     out = [make(SIZE) for _ in range(2)]
-    for buffer in host_blocks(out, 2, writable=True).buffers:
+    for buffer in view_blocks(out, 2, writable=True).buffers:
         buffer[:] = np.full(SIZE, 7, np.uint8)
     assert all(bytes(b) == b"\7" * SIZE for b in out)
 
 
 def test_no_blocks() -> None:
     for nothing in ([], (), b"", np.empty((0, 16), np.uint8)):
-        blocks = host_blocks(nothing, 0, writable=False)
+        blocks = view_blocks(nothing, 0, writable=False)
         assert (len(blocks), blocks.block_bytes) == (0, 0)
 
 
 def test_one_block_may_have_any_shape() -> None:
-    assert host_blocks(np.zeros((3, 5), np.uint8), 1, writable=False).block_bytes == 15
+    assert view_blocks(np.zeros((3, 5), np.uint8), 1, writable=False).block_bytes == 15
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_one_block_may_have_any_shape() -> None:
 )
 def test_wrong_sizes(buffers: Any, count: int, names: str) -> None:
     with pytest.raises(BlockSizeError) as error:
-        host_blocks(buffers, count, writable=False)
+        view_blocks(buffers, count, writable=False)
     assert names in str(error.value)
 
 
@@ -139,7 +138,7 @@ def test_wrong_sizes(buffers: Any, count: int, names: str) -> None:
 )
 def test_unusable_buffers(buffers: Any, count: int, names: str) -> None:
     with pytest.raises(UsageError) as error:
-        host_blocks(buffers, count, writable=False)
+        view_blocks(buffers, count, writable=False)
     assert names in str(error.value)
 
 
@@ -149,7 +148,7 @@ def test_unusable_buffers(buffers: Any, count: int, names: str) -> None:
 def test_read_only_targets_are_refused(buffer: Any) -> None:
     for buffers in (buffer, [buffer]):
         with pytest.raises(UsageError, match="read-only"):
-            host_blocks(buffers, 1, writable=True)
+            view_blocks(buffers, 1, writable=True)
 
 
 @settings(max_examples=50, deadline=None)
@@ -163,8 +162,8 @@ def test_any_stack_round_trips_through_a_tier(
     batch = Batch(slots, [b"k"] * count, [1] * count)
     source: Any = [raw[i * size : (i + 1) * size] for i in range(count)] if listed else raw
     out = bytearray(count * size)
-    written = tier.write(batch, host_blocks(source, count, writable=False).buffers)
-    read = tier.read(batch, host_blocks(out, count, writable=True).buffers)
+    written = tier.write(batch, view_blocks(source, count, writable=False).buffers)
+    read = tier.read(batch, view_blocks(out, count, writable=True).buffers)
     tier.close()
     assert written == read == [Outcome.OK] * count
     assert bytes(out) == raw
@@ -178,7 +177,7 @@ def test_cost_per_block() -> None:
         times = []
         for _ in range(7):
             begin = time.perf_counter()
-            host_blocks(buffers, 4096, writable=False)
+            view_blocks(buffers, 4096, writable=False)
             times.append(time.perf_counter() - begin)
         return min(times)
 
@@ -194,7 +193,7 @@ def test_revoked_views_cannot_be_used(kind: str) -> None:
         "list of arrays": list(memory),
         "stack": memory,
     }[kind]
-    views = RevocableViews(host_blocks(out, 3, writable=True).buffers)
+    views = RevocableViews(view_blocks(out, 3, writable=True).buffers)
     views[1][:2] = b"hi"
     assert bytes(out[1][:2]) == b"hi"
     assert views.revoke() == 0
@@ -207,7 +206,7 @@ def test_revoked_views_cannot_be_used(kind: str) -> None:
 @pytest.mark.parametrize("derive", [lambda v: v[4:], lambda v: np.frombuffer(v, np.uint8)])
 def test_derived_views_count_as_in_use(derive: Any) -> None:
     out = [bytearray(SIZE) for _ in range(3)]
-    views = RevocableViews(host_blocks(out, 3, writable=True).buffers)
+    views = RevocableViews(view_blocks(out, 3, writable=True).buffers)
     late = [derive(views[1])]
     assert views.revoke() == 1
     assert views.revoke() == 1
@@ -219,7 +218,7 @@ def test_derived_views_count_as_in_use(derive: Any) -> None:
 def test_a_view_inside_a_system_call_counts_as_in_use(derive: Any) -> None:
     reader, writer = os.pipe()
     out = [bytearray(SIZE) for _ in range(2)]
-    views = RevocableViews(host_blocks(out, 2, writable=True).buffers)
+    views = RevocableViews(view_blocks(out, 2, writable=True).buffers)
     worker = threading.Thread(target=lambda: os.readv(reader, [derive(views[0])]), daemon=True)
     worker.start()
     assert _wait_asleep(worker)
@@ -246,7 +245,7 @@ def _wait_asleep(thread: threading.Thread) -> bool:
 
 
 def test_read_only_sources_are_revocable() -> None:
-    views = RevocableViews(host_blocks([b"ab", b"cd"], 2, writable=False).buffers)
+    views = RevocableViews(view_blocks([b"ab", b"cd"], 2, writable=False).buffers)
     assert bytes(views[0]) == b"ab"
     assert views[0].readonly
     assert views.revoke() == 0

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tieredkv.device import Device, Event, Way
+from tieredkv.device import Device, Event, Way, as_tensor, copy_pairs
 from tieredkv.staging import Ring, Staging
-from tieredkv.tiers.base import BlockBuffer, BlockBuffers
+from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import runs
 
 Rows: TypeAlias = "Sequence[tuple[int, Sequence[int]]]"
@@ -74,7 +74,7 @@ class StreamCopies:
 
         Raises RuntimeError if the device fails.
         """
-        tensors = [_tensor(buffer) for buffer in buffers]
+        tensors = [as_tensor(buffer) for buffer in buffers]
         with ExitStack() as held:
             if len(self._segments) == 1:
                 work: Callable[[], None] = partial(self._rows, way, rows, tensors)
@@ -97,7 +97,7 @@ class StreamCopies:
             single = ((i, block, 1) for i, block in enumerate(blocks))
             for i, block, n in runs(blocks, 0, len(blocks)) if dense else single:
                 here, there = segment[block : block + n], chunk[first + i : first + i + n]
-                _copy(way, here, there)
+                copy_pairs(way, [(here, there)])
 
     @torch.inference_mode()
     def _collect(
@@ -114,14 +114,14 @@ class StreamCopies:
             index = ids.there[at : at + len(blocks)]
             at += len(blocks)
             if way == "in" and chunk is not tensor:
-                _copy(way, chunk, tensor)
+                copy_pairs(way, [(chunk, tensor)])
             for segment, piece in self._pieces(chunk, first, len(blocks)):
                 if way == "out":
                     torch.index_select(segment, 0, index, out=piece)
                 else:
                     segment.index_copy_(0, index, piece)
             if way == "out" and chunk is not tensor:
-                _copy(way, chunk, tensor)
+                copy_pairs(way, [(chunk, tensor)])
 
     def _pieces(
         self, chunk: torch.Tensor, first: int, count: int
@@ -152,13 +152,6 @@ class _Ids:
         self.there[: self._count].copy_(self._here[: self._count], non_blocking=True)
 
 
-def _copy(way: Way, device: torch.Tensor, other: torch.Tensor) -> None:
-    if way == "in":
-        device.copy_(other, non_blocking=True)
-    else:
-        other.copy_(device, non_blocking=True)
-
-
 def _items(segment: torch.Tensor) -> Any:
     """An array with one item per row, which numpy copies whole."""
     array = segment.numpy()
@@ -172,9 +165,3 @@ def _widest(segments: Sequence[torch.Tensor]) -> torch.dtype:
         if not any(size % item.itemsize for size in sizes):
             return item
     return torch.uint8
-
-
-def _tensor(buffer: BlockBuffer) -> torch.Tensor:
-    if isinstance(buffer, torch.Tensor):
-        return buffer
-    return torch.from_numpy(np.frombuffer(buffer, np.uint8))

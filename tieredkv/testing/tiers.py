@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from tieredkv.testing.faults import BlockCall, Fault, FaultSpec, Gate, Op, fault, hits
-from tieredkv.tiers.base import BlockBuffer, BlockBuffers, Bytes, Tier, device_views
+from tieredkv.tiers.base import BlockBuffer, BlockBuffers, Bytes, Tier, device_views, takes_device
 from tieredkv.types import Batch, Outcome
 
 
@@ -77,6 +77,11 @@ class FaultyTier:
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
         return self.inner.views(slots) if self._sound else None
+
+    @property
+    def device(self) -> bool:
+        """Faults are for memory of the host: while one is set no other is taken."""
+        return takes_device(self.inner) and self._sound
 
     def device_views(self, slots: Sequence[int]) -> Sequence[Any] | None:
         return device_views(self.inner, slots) if self._sound else None

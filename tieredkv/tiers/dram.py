@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tieredkv.buffers import check_batch
-from tieredkv.device import cuda_present, page_lock, page_unlock
+from tieredkv.device import (
+    Way,
+    copy_blocks,
+    cuda_present,
+    on_device,
+    page_lock,
+    page_unlock,
+)
 from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import CopyPool, Slab, copy_in, copy_out, slot_count
 from tieredkv.types import Batch, Outcome
@@ -19,16 +26,18 @@ CLOSE_TIMEOUT = 60.0
 
 
 class DramTier:
-    """Slots in one slab of host memory; implements `tieredkv.tiers.base.Tier`.
+    """Slots in one slab of host memory; implements `tieredkv.tiers.base.DeviceTier`.
 
     A daemon thread touches the pages from the start on (`wait_ready`), so that puts do not
     pay for page faults, and then page-locks the slab where CUDA is present. Copies release
-    the GIL; a batch of 8 MiB or more is shared by `copy_threads` threads.
+    the GIL; a batch of 8 MiB or more is shared by `copy_threads` threads. To and from memory of
+    a device they run on its side streams.
     Thread-safe as the protocol says.
     """
 
     inline = True
     durable = False
+    device = True
 
     def __init__(
         self,
@@ -75,16 +84,23 @@ class DramTier:
 
     def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
         check_batch(batch, sources, self.block_bytes, self._slots)
+        if len(batch) and on_device(sources[0]):
+            return self._cross("out", batch, sources)
         self._pool.run(copy_in, self._slab.rows, batch.slots, sources)
         return [Outcome.OK] * len(batch)
 
     def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
         check_batch(batch, targets, self.block_bytes, self._slots)
+        if len(batch) and on_device(targets[0]):
+            return self._cross("in", batch, targets)
         self._pool.run(copy_out, self._slab.rows, batch.slots, targets)
         return [Outcome.OK] * len(batch)
 
     def views(self, slots: Sequence[int]) -> list[memoryview] | None:
         return self._slab.views(slots)
+
+    def device_views(self, slots: Sequence[int]) -> None:
+        return None
 
     def close(self) -> None:
         self._stop.set()
@@ -96,6 +112,15 @@ class DramTier:
             page_unlock(self._slab.address)
             self.pinned = False
         self._slab.close()
+
+    def _cross(self, way: Way, batch: Batch, tensors: BlockBuffers) -> list[Outcome]:
+        """Between device and slab; an error of the device fails the batch, it does not raise."""
+        try:
+            copy_blocks(way, tensors, [self._slab.rows[slot] for slot in batch.slots])
+        except RuntimeError:
+            log.exception("tier %s: copy of %d blocks failed", self.name, len(batch))
+            return [Outcome.FAILED] * len(batch)
+        return [Outcome.OK] * len(batch)
 
     def _prepare(self) -> None:
         self._slab.prefault(self._stop)

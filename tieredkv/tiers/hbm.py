@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tieredkv.buffers import check_batch
-from tieredkv.device import Device, Way, streams_of
+from tieredkv.device import Device, Way, as_tensor, copy_pairs, streams_of
 from tieredkv.errors import ConfigError
-from tieredkv.tiers.base import BlockBuffer, BlockBuffers
+from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import Slab, copy_in, copy_out, runs, slot_count
 from tieredkv.types import Batch, Outcome
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-Pairs: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
-"""Some slots, and the buffers of as many blocks."""
 
 
 class HbmTier:
@@ -114,7 +111,7 @@ class HbmTier:
         assert self._streams is not None
         pairs = list(self._pairs(batch.slots, buffers))
         try:
-            self._streams.run(way, partial(_copy, way, pairs)).synchronize()
+            self._streams.run(way, partial(copy_pairs, way, pairs)).synchronize()
         except RuntimeError:
             log.exception("tier %s: copy of %d blocks failed", self.name, len(batch))
             return [Outcome.FAILED] * len(batch)
@@ -126,18 +123,10 @@ class HbmTier:
         """A pair per copy: one for each run of neighbours on both sides."""
         if isinstance(buffers, np.ndarray):
             for i, slot, n in runs(slots, 0, len(slots)):
-                yield self.tensor[slot : slot + n], _tensor(buffers[i : i + n])
+                yield self.tensor[slot : slot + n], as_tensor(buffers[i : i + n])
         else:
             for slot, buffer in zip(slots, buffers, strict=True):
-                yield self.tensor[slot], _tensor(buffer)
-
-
-def _copy(way: Way, pairs: Pairs) -> None:
-    for slot, buffer in pairs:
-        if way == "in":
-            slot.copy_(buffer, non_blocking=True)
-        else:
-            buffer.copy_(slot, non_blocking=True)
+                yield self.tensor[slot], as_tensor(buffer)
 
 
 def _device(name: str, device: str) -> torch.device:
@@ -162,13 +151,3 @@ def _device(name: str, device: str) -> torch.device:
 
 def _why_cpu(device: str) -> str:
     return "torch finds no CUDA device" if device == "auto" else f"device is {device!r}"
-
-
-def _tensor(buffer: BlockBuffer) -> torch.Tensor:
-    """The buffer as a tensor (read-only ones are copied, of which torch would warn)."""
-    import torch
-
-    if isinstance(buffer, torch.Tensor):
-        return buffer
-    array = np.frombuffer(buffer, np.uint8) if isinstance(buffer, memoryview) else buffer
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
