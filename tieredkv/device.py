@@ -126,15 +126,23 @@ def copy_pairs(way: Way, pairs: Iterable[tuple[Any, Any]]) -> None:
             other.copy_(device, non_blocking=True)
 
 
+def on_stream(way: Way, device: Any, work: Callable[[], object]) -> None:
+    """Have `work` of a `Device` done on a side stream of the torch device, and wait for the end.
+
+    Raises RuntimeError if the device fails.
+    """
+    streams = streams_of(device)
+    assert streams is not None
+    streams.run(way, work).synchronize()
+
+
 def copy_blocks(way: Way, device: Buffers, host: Buffers) -> None:
     """Copy between tensors of a device and as many buffers of the host, and wait for the end.
 
     Raises RuntimeError if the device fails.
     """
-    streams = streams_of(device[0].device)
-    assert streams is not None
     pairs = list(zip(device, map(as_tensor, host), strict=True))
-    streams.run(way, functools.partial(copy_pairs, way, pairs)).synchronize()
+    on_stream(way, device[0].device, functools.partial(copy_pairs, way, pairs))
 
 
 def await_caller(tensor: Any) -> None:

@@ -29,6 +29,7 @@ from tieredkv.testing import LateDevice
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.hbm import HbmTier
 from tieredkv.tiers.nvme import gds
+from tieredkv.tiers.nvme.checksum import Checksums
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.gds import THREADS, GdsEngine
 from tieredkv.tiers.nvme.segment import identity
@@ -276,15 +277,25 @@ def test_one_call_moves_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @contextmanager
 def taking(*args: Any, **kw: Any) -> Iterator[NvmeTier]:
-    """`opened`, with a tier that takes device memory: kvikio can in this mode too."""
-    with opened(*args, **kw) as tier:
+    """`opened`, with a tier that takes device memory: kvikio can in this mode too. The device is
+    late with what it computes."""
+    with (
+        opened(*args, **kw) as tier,
+        LateDevice(0.001) as late,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         assert not tier.device
         tier._engine.device = True  # type: ignore[attr-defined]
+        patch.setattr("tieredkv.device.streams_of", lambda _: late)
         yield tier
 
 
 def device_rows(blocks: Any) -> list[Any]:
-    return [Device(np.frombuffer(bytearray(block), np.uint8)) for block in blocks]
+    return [pretend(torch.frombuffer(bytearray(block), dtype=torch.uint8)) for block in blocks]
+
+
+def host(rows: Any) -> list[bytes]:
+    return [bytes(row.as_subclass(torch.Tensor).numpy()) for row in rows]
 
 
 @pytest.mark.parametrize("size", [PAGE, 5 * PAGE, gds.CALL + PAGE])
@@ -298,56 +309,103 @@ def test_device_memory_goes_there_and_back(tmp_path: Path, size: int) -> None:
         assert tier.write(b, device_rows(blocks)) == [Outcome.OK] * 4
         targets = device_rows([bytes(size)] * 4)
         assert tier.read(b, targets) == [Outcome.OK] * 4
-        assert [t.array.tobytes() for t in targets] == [bytes(block) for block in blocks]
+        assert host(targets) == [bytes(block) for block in blocks]
         put(tier, [1], 2)  # by the host
         assert get(tier, [0, 2, 5]) == [Outcome.OK] * 3  # into the host's memory
         two = batch([0, 1], 2)
-        assert tier.read(two, device_rows([bytes(size)] * 2)) == [Outcome.CORRUPT, Outcome.OK]
+        targets = device_rows([bytes(size)] * 2)
+        assert tier.read(two, targets) == [Outcome.CORRUPT, Outcome.OK]
+        assert host(targets)[1] == sources(two, size)[1]
     with opened(tmp_path, size, room, engine="direct", segment=room) as tier:
         assert get(tier, [0, 2, 5]) == [Outcome.OK] * 3
         assert get(tier, [1], 2) == [Outcome.OK]
         assert not tier.device
 
 
-def test_a_flipped_kind_is_not_a_missing_checksum(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [0, 2, 3])
+def test_a_flipped_kind_does_not_switch_verification_off(tmp_path: Path, other: int) -> None:
     with opened(tmp_path) as tier:
         put(tier, [0, 1])
-    flip(segment_file(tmp_path), PAGE + 6)
+    with segment_file(tmp_path).open("r+b") as file:
+        file.seek(PAGE + 6)
+        file.write(other.to_bytes(2, "little"))
     with opened(tmp_path) as tier:
         assert get(tier, [0, 1]) == [Outcome.CORRUPT, Outcome.OK]
 
 
-def test_readers_of_kind_1_alone_refuse_what_has_no_checksum(tmp_path: Path) -> None:
+def test_what_a_device_reads_has_a_checksum_that_it_knows(tmp_path: Path) -> None:
+    """Written by whomever; and a version that knows only kind 1 refuses it."""
     with taking(tmp_path) as tier:
         assert tier.write(batch([0]), device_rows(sources(batch([0]), PAGE))) == [Outcome.OK]
+        put(tier, [1])
         segment = tier.segments.get(0)
         assert segment is not None
-        old = identity(batch([0]).keys[0], 1, 1, PAGE)
-        assert segment.checksum(0, old) is None
-        assert segment.headers()["kind"][0] == 0
+        assert segment.headers()["kind"][:2].tolist() == [2, 2]
+        assert segment.checksum(0, identity(batch([0]).keys[0], 1, 1, PAGE, 1)) is None
+        sums = Checksums(tier._directory.digest[:8], PAGE)
+        for slot, block in enumerate(sources(batch([0, 1]), PAGE)):
+            assert segment.headers()["checksum"][slot] == sums.of(2, block)
 
 
-def test_a_header_that_changes_during_the_read_is_noticed(
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("where", [0, 1, 4095])
+def test_a_flipped_bit_is_found_by_the_device(tmp_path: Path, slot: int, where: int) -> None:
+    with taking(tmp_path) as tier:
+        assert tier.write(batch([0]), device_rows(sources(batch([0]), PAGE))) == [Outcome.OK]
+        put(tier, [1])
+        offset = tier.segments.geometry.offset(slot)
+    flip(segment_file(tmp_path), offset + where)
+    with taking(tmp_path) as tier:
+        targets = device_rows([bytes(PAGE)] * 2)
+        wanted = [Outcome.OK] * 2
+        wanted[slot] = Outcome.CORRUPT
+        assert tier.read(batch([0, 1]), targets) == wanted
+        assert get(tier, [0, 1]) == wanted
+
+
+def test_blocks_with_a_checksum_of_the_hosts_come_through_the_host(tmp_path: Path) -> None:
+    with opened(tmp_path, engine="direct") as tier:
+        put(tier, range(4))
+        offset = tier.segments.geometry.offset(2)
+    flip(segment_file(tmp_path), offset + 7)
+    with taking(tmp_path, engine="gds") as tier:
+        assert tier.write(batch([4]), device_rows(sources(batch([4]), PAGE))) == [Outcome.OK]
+        b = batch([4, 0, 1, 2, 3, 5])
+        targets = device_rows([bytes(PAGE)] * 6)
+        wanted = [Outcome.OK] * 6
+        wanted[3] = wanted[5] = Outcome.CORRUPT
+        assert tier.read(b, targets) == wanted
+        expected = sources(b, PAGE)
+        for i in (0, 1, 2, 4):
+            assert host(targets)[i] == expected[i]
+
+
+def test_a_device_that_fails_fails_the_block_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with taking(tmp_path) as tier:
-        put(tier, [0, 1])
-        real = gds.GdsFile.pread
+    def fail(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        def meanwhile(self: Any, buffers: Any, offset: int) -> int:
-            put(tier, [0], 2)
-            return real(self, buffers, offset)
-
-        monkeypatch.setattr(gds.GdsFile, "pread", meanwhile)
-        targets = device_rows([bytes(PAGE)] * 2)
-        assert tier.read(batch([0, 1]), targets) == [Outcome.CORRUPT, Outcome.OK]
+    with opened(tmp_path, engine="direct") as tier:
+        put(tier, [0])
+    with taking(tmp_path, engine="gds") as tier:
+        b = batch([1, 2])
+        assert tier.write(b, device_rows(sources(b, PAGE))) == [Outcome.OK] * 2
+        monkeypatch.setattr("tieredkv.tiers.nvme.checksum.on_stream", fail)
+        assert tier.read(b, device_rows([bytes(PAGE)] * 2)) == [Outcome.FAILED] * 2
+        assert tier.write(b, device_rows(sources(b, PAGE))) == [Outcome.FAILED] * 2
+        assert "illegal memory access" in str(tier.last_error)
+        assert get(tier, [1, 2]) == [Outcome.OK] * 2
+        monkeypatch.setattr("tieredkv.tiers.nvme.tier.copy_blocks", fail)
+        assert tier.read(batch([0]), device_rows([bytes(PAGE)])) == [Outcome.FAILED]
 
 
 def test_device_memory_that_cannot_be_used(tmp_path: Path) -> None:
     b = batch([0, 1])
     good = device_rows([bytes(PAGE)] * 2)
     with taking(tmp_path / "gds") as tier:
-        for bad in (Device(np.zeros(PAGE // 2, np.uint16)), Device(np.zeros(2 * PAGE, "u1")[::2])):
+        halves, gaps = torch.zeros(PAGE // 2, dtype=torch.int16), torch.zeros(2 * PAGE)[::2]
+        for bad in map(pretend, (halves, gaps, torch.zeros((1, PAGE), dtype=torch.uint8))):
             with pytest.raises(UsageError, match="vector of uint8"):
                 tier.write(b, [good[0], bad])
         with pytest.raises(BlockSizeError):
@@ -384,7 +442,7 @@ def test_engine_blocks_reach_the_disk_through_memory_of_the_device_alone(
         assert run_move(move, [saved, tier], cache) == [Outcome.OK] * 3
         segment = tier.segments.get(0)
         assert segment is not None
-        assert segment.headers()["kind"][[4, 2, 9]].tolist() == [0, 0, 0]  # none has a checksum
+        assert segment.headers()["kind"][[4, 2, 9]].tolist() == [2, 2, 2]  # by the device
         memory.zero_()
         loaded = PagedBlocks(cache, [[2, 5], [-1, 8], [11, 6]], cache.fence())
         move.src, move.dst, move.src_slots, move.dst_slots = 1, 0, move.dst_slots, [0, 1, 2]

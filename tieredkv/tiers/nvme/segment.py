@@ -20,12 +20,11 @@ import numpy.typing as npt
 import xxhash
 
 from tieredkv.index.damage import sync_directory
+from tieredkv.tiers.nvme.checksum import XXH3_64
 from tieredkv.tiers.nvme.engines import PAGE, Engine
 from tieredkv.tiers.nvme.transfer import read_all, write_all
 
 FORMAT = 1
-XXH3_64 = 1  # checksum kind
-NO_CHECKSUM = 0  # of a slot written from a device's memory
 SEGMENT_MAGIC = b"TKVSEGMT"
 SEGMENT = struct.Struct("<8s IIII QQQQ 32s")
 CHECKSUM = struct.Struct("<Q")

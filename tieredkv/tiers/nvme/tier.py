@@ -6,21 +6,22 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
-import xxhash
 
+from tieredkv.device import copy_blocks, on_device
 from tieredkv.errors import BlockSizeError, ClosedError, UsageError
 from tieredkv.tiers.base import BlockBuffer, BlockBuffers
+from tieredkv.tiers.nvme.checksum import NH_64, XXH3_64, Checksums
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.engines import Engine, File
-from tieredkv.tiers.nvme.segment import NO_CHECKSUM, XXH3_64, Segment, identity
+from tieredkv.tiers.nvme.segment import Segment, identity
 from tieredkv.tiers.nvme.segments import SegmentSet
 from tieredkv.tiers.nvme.selection import select
-from tieredkv.tiers.nvme.transfer import CALL, Transfer, Truncated, on_device
+from tieredkv.tiers.nvme.transfer import CALL, Transfer, Truncated
 from tieredkv.types import Batch, Outcome
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 Copy = Callable[[File, int, Sequence[BlockBuffer]], None]
 Item = tuple[int, int]
 """(position in the batch, slot in its segment)"""
+ByPosition: TypeAlias = "BlockBuffers | Mapping[int, BlockBuffer]"
+Sum = tuple[int, int]
+"""(kind, checksum)"""
 
 
 class NvmeTier:
@@ -37,11 +41,9 @@ class NvmeTier:
     only for the bytes written under that key, generation and epoch, checksum verified. In a
     forked child all calls return FAILED. Thread-safe as the protocol says.
 
-    Where `device` is True, all buffers of a call may be memory of a device instead: contiguous
-    uint8 vectors with len(), slices and `__cuda_array_interface__`, or the rows of one torch
-    tensor. The engine says what they must be ordered before. Such a write has no checksum, and
-    such a read verifies none: the header is compared before and after, what the disk does to
-    the payload goes unnoticed.
+    Where `device` is True, all buffers of a call may be memory of a device instead. Its
+    checksums are then of the kind that a device computes as well, also of blocks from the host;
+    a block with another kind is read through the host.
     """
 
     inline = False
@@ -80,7 +82,7 @@ class NvmeTier:
         self.last_error: str | None = None
         """Text of the latest error of the medium."""
         self._directory = directory
-        self._seed = int.from_bytes(directory.digest[:8], "little")
+        self._checksums = Checksums(directory.digest[:8], block_bytes)
         self._counting = threading.Lock()
         self._stores_fail = False
         self._closed = False
@@ -182,15 +184,14 @@ class NvmeTier:
             segment = self._segments.get(index)
             if segment is None:
                 continue
-            sums = self._sums(segment, segment_slots, batch)
+            sums = self._expected(segment, segment_slots, batch)
             good = [item for item in segment_slots if item[0] in sums]
-            done = self._copy(self._transfer.read, segment, good, targets, outcomes)
             if device:
-                for position in self._sums(segment, good, batch).keys() & set(done):
-                    outcomes[position] = Outcome.OK
-                continue
-            for position in done:
-                outcomes[position] = self._verdict(targets[position], sums[position])
+                foreign = [item for item in good if sums[item[0]][0] != NH_64]
+                good = [item for item in good if sums[item[0]][0] == NH_64]
+                self._read_by_host(segment, foreign, targets, sums, outcomes)
+            done = self._copy(self._transfer.read, segment, good, targets, outcomes)
+            self._judge(done, targets, sums, outcomes)
         self._count("read", outcomes)
         return outcomes
 
@@ -228,12 +229,11 @@ class NvmeTier:
                 f"tier {self.name} takes device memory with engine gds, blocks of whole pages, "
                 "and no host memory in the same call"
             )
-        for buffer in buffers:
-            about = cast(Any, buffer).__cuda_array_interface__
-            if about["typestr"] not in ("|u1", "|i1") or about.get("strides") not in (None, (1,)):
+        for buffer in cast(Any, buffers):
+            if not (buffer.itemsize == buffer.ndim == 1 and buffer.is_contiguous()):
                 raise UsageError("device memory must be a contiguous vector of uint8")
-            if tuple(about["shape"]) != (self.block_bytes,):
-                raise BlockSizeError(f"block of {about['shape']}, not {self.block_bytes} bytes")
+            if len(buffer) != self.block_bytes:
+                raise BlockSizeError(f"block of {len(buffer)}, not {self.block_bytes} bytes")
         return True
 
     def _by_segment(self, batch: Batch) -> Iterator[tuple[int, list[Item]]]:
@@ -255,30 +255,61 @@ class NvmeTier:
         outcomes: list[Outcome],
     ) -> list[int]:
         """Write payloads, set headers; returns the positions that only need a sync now."""
-        sums: dict[int, int | None] = {}
-        for position, slot in slots:
-            try:
-                if slot < segment.slots:
-                    source = sources[position]
-                    sums[position] = None if on_device(source) else self._sum(source)
-            except ValueError as error:
-                outcomes[position] = self._released(error)
+        kind = NH_64 if self.device else XXH3_64
+        slots = [item for item in slots if item[1] < segment.slots]
+        sums = self._sums(kind, [position for position, _ in slots], sources, outcomes)
         todo = [item for item in slots if item[0] in sums]
         done = set(self._copy(self._transfer.write, segment, todo, sources, outcomes))
         headers = [
-            (slot, self._identity(batch, position, sums[position] is not None), sums[position] or 0)
+            (slot, self._identity(batch, position, kind), sums[position])
             for position, slot in todo
             if position in done
         ]
         segment.put_headers(headers)
         return list(done)
 
+    def _read_by_host(
+        self,
+        segment: Segment,
+        slots: list[Item],
+        targets: BlockBuffers,
+        sums: dict[int, Sum],
+        outcomes: list[Outcome],
+    ) -> None:
+        """Blocks for a device, of a kind that only the host can verify, one after the other."""
+        with self._transfer.bounce() as memory:
+            block = memory[: self.block_bytes]
+            for position, slot in slots:
+                here = {position: block}
+                item = [(position, slot)]
+                done = self._copy(self._transfer.read, segment, item, here, outcomes)
+                self._judge(done, here, sums, outcomes)
+                if outcomes[position] is Outcome.OK:
+                    try:
+                        copy_blocks("in", [targets[position]], [block])
+                    except RuntimeError as error:
+                        outcomes[position] = self._failure(error)
+
+    def _judge(
+        self,
+        positions: list[int],
+        blocks: ByPosition,
+        sums: dict[int, Sum],
+        outcomes: list[Outcome],
+    ) -> None:
+        """Compare what was read with its checksum."""
+        for kind in {sums[position][0] for position in positions}:
+            mine = [position for position in positions if sums[position][0] == kind]
+            for position, found in self._sums(kind, mine, blocks, outcomes).items():
+                good = found == sums[position][1]
+                outcomes[position] = Outcome.OK if good else Outcome.CORRUPT
+
     def _copy(
         self,
         copy: Copy,
         segment: Segment,
         slots: list[Item],
-        buffers: BlockBuffers,
+        buffers: ByPosition,
         outcomes: list[Outcome],
     ) -> list[int]:
         """Copy runs of consecutive slots; returns the positions that went well.
@@ -300,36 +331,39 @@ class NvmeTier:
                 done += [position for position, _ in run]
         return done
 
-    def _sums(self, segment: Segment, slots: list[Item], batch: Batch) -> dict[int, int | None]:
-        """Expected checksums, None where there is none, of those positions whose slot header is
-        the right one."""
-        sums: dict[int, int | None] = {}
+    def _expected(self, segment: Segment, slots: list[Item], batch: Batch) -> dict[int, Sum]:
+        """(kind, checksum) of those positions whose slot header is the right one."""
+        sums: dict[int, Sum] = {}
         for position, slot in slots:
-            if slot < segment.slots:
-                found = segment.checksum(slot, self._identity(batch, position))
+            for kind in (XXH3_64, NH_64) if slot < segment.slots else ():
+                found = segment.checksum(slot, self._identity(batch, position, kind))
                 if found is not None:
-                    sums[position] = found
-                # a flipped kind does not switch verification off: then there is a checksum
-                elif segment.checksum(slot, self._identity(batch, position, False)) == 0:
-                    sums[position] = None
+                    sums[position] = kind, found
         return sums
 
-    def _identity(self, batch: Batch, position: int, checksum: bool = True) -> bytes:
+    def _identity(self, batch: Batch, position: int, kind: int) -> bytes:
         key, generation = batch.keys[position], batch.generations[position]
-        kind = XXH3_64 if checksum else NO_CHECKSUM
         return identity(key, generation, batch.epoch, self.block_bytes, kind)
 
-    def _sum(self, block: BlockBuffer) -> int:
-        if len(block) != self.block_bytes:
-            raise BlockSizeError(f"block of {len(block)} bytes instead of {self.block_bytes}")
-        return xxhash.xxh3_64_intdigest(cast(Any, block), self._seed)
-
-    def _verdict(self, block: BlockBuffer, expected: int | None) -> Outcome:
-        try:
-            good = self._sum(block) == expected or expected is None
-            return Outcome.OK if good else Outcome.CORRUPT
-        except ValueError as error:
-            return self._released(error)
+    def _sums(
+        self, kind: int, positions: list[int], blocks: Any, outcomes: list[Outcome]
+    ) -> dict[int, int]:
+        """Checksums of the blocks at these positions, without those that were taken away."""
+        sums: dict[int, int] = {}
+        if positions and on_device(blocks[positions[0]]):
+            try:
+                found = self._checksums.on_device([blocks[position] for position in positions])
+                sums = dict(zip(positions, found, strict=True))
+            except RuntimeError as error:
+                for position in positions:
+                    outcomes[position] = self._failure(error)
+            return sums
+        for position in positions:
+            try:
+                sums[position] = self._checksums.of(kind, blocks[position])
+            except ValueError as error:
+                outcomes[position] = self._released(error)
+        return sums
 
     def _failure(self, error: Exception) -> Outcome:
         if isinstance(error, (ValueError, BufferError)):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from tieredkv.device import on_device
 from tieredkv.tiers.base import BlockBuffer
 from tieredkv.tiers.nvme.engines import PAGE, File
 
@@ -110,13 +111,6 @@ class Transfer:
         return self._alignment == 1 or all(
             on_device(buffer) or not _address(buffer) % self._alignment for buffer in buffers
         )
-
-
-def on_device(buffer: object) -> bool:
-    """Is it memory of a device? The engine takes any address of those."""
-    return not isinstance(buffer, (memoryview, np.ndarray)) and hasattr(
-        buffer, "__cuda_array_interface__"
-    )
 
 
 def write_all(file: File, buffers: Sequence[BlockBuffer], size: int, offset: int) -> None:
