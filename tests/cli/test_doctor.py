@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +218,21 @@ def test_a_filesystem_that_refuses_o_direct(
     assert row.state is state
     assert row.found.startswith("the filesystem refuses" if engine == "direct" else "portable: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "got", "state"),
+    [("auto", "gds", State.OK), ("gds", "gds", State.OK), ("gds", "compat", State.WARNING)],
+)
+def test_gpudirect_storage_in_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, got: str, state: State
+) -> None:
+    engine = SimpleNamespace(name=got, close=lambda: None)
+    chosen = (engine, "no GPUDirect Storage: no nvidia-fs")
+    monkeypatch.setattr("tieredkv.tiers.nvme.selection.select", lambda kind, path: chosen)
+    row = last(disk.disk(nvme(tmp_path, engine=asked)), "nvme access")
+    assert (row.state, row.found) == (state, f"{got}: no GPUDirect Storage: no nvidia-fs")
+    assert "O_DIRECT" not in row.remedy
 
 
 def test_space(tmp_path: Path) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from tieredkv.config import Config, HbmConfig, MooncakeConfig, NvmeConfig
 from tieredkv.doctor import disk, environment, gpu, limits, pool, software
 from tieredkv.doctor.examine import examine
-from tieredkv.doctor.finding import Check, Finding, State
+from tieredkv.doctor.finding import Check, Finding
 
 SLOW = 10.0
 """Seconds for what loads large libraries: torch takes some on an idle core."""
+TRIAL = 70.0
+"""Seconds for a directory in which GPUDirect Storage is tried: the trial is given 60."""
 
 
 def diagnose(file: Path | None = None) -> list[Finding]:
     """Everything there is to say of this machine, and of a configuration: `file`, else the one
-    that TIEREDKV_CONFIG_FILE names. Takes less than 15 s. Changes nothing."""
+    that TIEREDKV_CONFIG_FILE names. Takes less than 15 s, and where GPUDirect Storage is tried
+    and hangs, 75 s. Changes nothing."""
     config, findings = environment.configuration(file)
     return [*findings, *examine(list(checks(config)))]
 
@@ -31,7 +35,7 @@ def checks(config: Config | None) -> Iterator[Check]:
     yield Check(
         "gpu", partial(gpu.gpu, hbm), SLOW, remedy="see whether nvidia-smi answers; restart it all"
     )
-    yield Check("gds", gpu.gds, SLOW, State.WARNING, gpu.SPINS)
+    yield Check("gds", gpu.gds)
     yield Check("locked memory", partial(limits.memlock, config))
     yield Check("open files", partial(limits.open_files, config))
     yield Check("huge pages", partial(limits.huge_pages, config))
@@ -42,4 +46,6 @@ def checks(config: Config | None) -> Iterator[Check]:
             yield Check(f"{tier.label} master", partial(pool.master, tier))
             yield Check(f"{tier.label} rdma", partial(pool.rdma, tier))
         elif isinstance(tier, NvmeConfig):
-            yield Check(f"{tier.label} path", partial(disk.disk, tier))
+            tried = tier.engine in ("auto", "gds") and find_spec("kvikio") is not None
+            wait = (TRIAL,) if tried else ()
+            yield Check(f"{tier.label} path", partial(disk.disk, tier), *wait)

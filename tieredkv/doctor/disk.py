@@ -14,6 +14,11 @@ from tieredkv.errors import DirectoryError
 
 PREFIX = ".tieredkv-doctor-"
 """Of the directory for the test page. A store takes it for somebody else's and leaves it alone."""
+SLOWER = {
+    "portable": "a filesystem with O_DIRECT, such as ext4 or xfs, is faster",
+    "compat": "see the rows of gds; engine: auto takes what this machine has",
+}
+"""What to do about an engine that does its work by more copies."""
 READABLE = os.R_OK | os.X_OK
 FILESYSTEMS = {
     "tmpfs": "it is memory: name a directory on a drive",
@@ -84,11 +89,10 @@ def _access(tier: NvmeConfig, place: Path) -> Iterator[Finding]:
         yield problem(label, found=found or str(error), remedy=remedy or "check the filesystem")
     else:
         found = f"{engine.name}: {reason}"
-        if engine.name == "direct" or tier.engine == engine.name:
+        if engine.name in ("direct", "gds") or tier.engine == engine.name:
             yield ok(label, found=found)
         else:
-            remedy = "a filesystem with O_DIRECT, such as ext4 or xfs, is faster"
-            yield warning(label, found=found, remedy=remedy)
+            yield warning(label, found=found, remedy=SLOWER[engine.name])
 
 
 def _space(tier: NvmeConfig, path: Path, place: Path) -> Iterator[Finding]:

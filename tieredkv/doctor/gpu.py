@@ -1,23 +1,17 @@
-"""torch and its devices; GPUDirect Storage."""
+"""torch and its devices; what GPUDirect Storage needs."""
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
-import os
 import platform
 import re
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 from tieredkv.config import HbmConfig
 from tieredkv.doctor import system
 from tieredkv.doctor.finding import Finding, note, ok, problem, size, warning
-
-ALONE = "KVIKIO_COMPAT_MODE"
-SPINS = f"set {ALONE}=ON: kvikio then copies through host memory and does not ask the driver"
-"""The remedy where kvikio hangs, as it does without /proc/modules."""
 
 
 def gpu(hbm: HbmConfig | None) -> Iterator[Finding]:
@@ -90,40 +84,17 @@ def _hbm(torch: Any, hbm: HbmConfig) -> Finding:
 
 
 def gds() -> Iterator[Finding]:
-    """Whether kvikio could read from a drive into GPU memory. Nothing where it is missing."""
-    spec = importlib.util.find_spec("kvikio")
-    if spec is None or spec.origin is None:  # the latter: some directory of that name
+    """What GPUDirect Storage needs of the machine. Nothing without kvikio; whether it works in
+    the directory of a tier is tried out for the row of its access."""
+    if importlib.util.find_spec("kvikio") is None:
         return  # the row of its version says so
+    from tieredkv.tiers.nvme.gds import missing
+
     yield _kernel_support()
-    alone = os.environ.get(ALONE, "").upper() in ("ON", "TRUE", "YES", "1")
-    if not alone and not (system.PROC / "modules").exists():
-        found = f"{system.PROC / 'modules'} is missing: kvikio can hang when it opens a file"
-        yield warning("gds", found=found, remedy=SPINS)
-    os.environ.setdefault("CUFILE_LOGFILE_PATH", os.devnull)  # else a file in this directory
-    try:
-        import kvikio
-        from kvikio import cufile_driver, defaults
-    except Exception as error:  # a missing library has an exception of its own
-        remedy = "install nvidia-cufile and the kvikio of your CUDA (kvikio-cu12, kvikio-cu13)"
-        yield warning("kvikio", found=f"cannot be imported: {_line(error)}", remedy=remedy)
-        return
-    with tempfile.TemporaryFile() as file:  # has no name, so nothing is left of it
-        try:
-            kvikio.CuFile(f"/proc/self/fd/{file.fileno()}", "r+").close()
-            direct = bool(cufile_driver.get("is_gds_available"))
-        except Exception as error:
-            yield warning("gds", found=f"kvikio cannot open a file: {_line(error)}", remedy=SPINS)
-            return
-    mode = getattr(defaults.get("compat_mode"), "name", defaults.get("compat_mode"))
-    libcufile = ".".join(map(str, cufile_driver.libcufile_version())) or "missing"
-    found = f"libcufile {libcufile}, compatibility mode {mode}, nvidia-fs {_yes(direct)}"
-    yield (
-        ok("gds", found=found)
-        if direct
-        else note(
-            "gds", found=found, remedy="without GPUDirect Storage bytes go through host memory"
-        )
-    )
+    lack = missing()
+    if lack is not None:
+        found, _, remedy = lack.rpartition(": ")
+        yield note("gds", found=found, remedy=remedy)
 
 
 def _kernel_support() -> Finding:
@@ -151,7 +122,3 @@ def _p2pdma() -> bool | None:
 
 def _yes(fact: bool | None) -> str:
     return "not known" if fact is None else "yes" if fact else "no"
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
