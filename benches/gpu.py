@@ -1,33 +1,52 @@
-"""Copies to and from a GPU, against the same bytes by one pinned copy of torch's.
+"""Moves between a GPU and the tiers, against what the machine can do in the same run.
 
-`hbm` is the tier, `paged` a chunk scattered over the blocks of an engine's KV cache, `nvme` a
-tier on disk whose blocks are in device memory: by the engine `gds` without host memory in
-between, by `direct` through it. Without a GPU the same code runs on the CPU, where it shows that
-it runs and nothing else: metrics end in `.cpu` and have no bar.
+`dram` and `nvme` move the blocks of an engine as a vLLM worker does: chunks scattered over a
+paged KV cache, through a mover with its threads. In `blocks` every engine block lies together
+(vLLM's order BLHNC), in `layers` each layer's part lies apart. `hbm` is the tier of that name,
+`nh` the checksum that the device computes for GPUDirect Storage.
+
+The references are one pinned copy of the same bytes, fio on the segment file (nvme by `direct`),
+cuFile's own gdsio where it is installed (nvme by `gds`, else fio too), and a copy inside the
+device (`nh`). Without a GPU the same code runs on the CPU, where it shows that it runs and
+nothing else: metrics end in `.cpu` and have no bar.
 """
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from benches.common import PAIRS, Result, compare, seconds, work_directory
+from benches.nvme import Fio, Loop
 from benches.world import random_keys
-from tieredkv.connector.paged import PagedCache
+from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.errors import TieredKVError
+from tieredkv.executor import DaemonExecutor
+from tieredkv.mover import Mover, Transfer
+from tieredkv.tiers.base import Tier
+from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier
+from tieredkv.tiers.nvme.checksum import Checksums
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
-from tieredkv.types import Batch, Fingerprint, Outcome
+from tieredkv.types import Batch, Fingerprint, Move, Outcome
 
 MIB = 1 << 20
 BAR = 0.8
 """Of a pinned copy of the same bytes."""
+THREADS = 8
+TIMEOUT = 120.0
+GDSIO = Path("/usr/local/cuda/gds/tools/gdsio")
+THROUGHPUT = re.compile(r"Throughput:\s*([\d.]+)\s*GiB/sec")
+Work: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +64,16 @@ FULL = Size()
 
 def run(size: Size = FULL) -> Iterator[Result]:
     world = _World(size)
-    yield from _pair(world, "hbm", *_hbm(world))
-    yield from _pair(world, "paged", *_paged(world))
-    with work_directory() as path:
-        for engine in ("direct", "gds"):
-            yield from _nvme(world, path / engine, engine)
+    yield from _hbm(world)
+    if world.cuda:
+        yield _nh(world)
+    for layout in ("blocks", "layers"):
+        engine = _Engine(world, layout)
+        yield from _dram(world, engine, layout)
+        with work_directory() as path:
+            for kind in ("direct", "gds"):
+                yield from _nvme(world, engine, f"{kind}.{layout}", path / kind, kind)
+        engine.close()
 
 
 class _World:
@@ -59,14 +83,16 @@ class _World:
         self.size = size
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.cuda = self.device.type == "cuda"
+        self.suffix = "" if self.cuda else ".cpu"
+        self.bar = BAR if self.cuda else None
         shape = (size.blocks, size.block)
         self.host = torch.zeros(shape, dtype=torch.uint8, pin_memory=self.cuda)
         self.host.random_(0, 256)
-        self.back = torch.zeros(shape, dtype=torch.uint8, pin_memory=self.cuda)
         self.there = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        self.batch = Batch(list(range(size.blocks)), random_keys(size.blocks), [1] * size.blocks)
+        self.other = torch.zeros_like(self.there)
+        self.keys = random_keys(size.blocks)
 
-    def rate(self, copy: Callable[[], object]) -> float:
+    def rate(self, copy: Work) -> float:
         """GB/s of all blocks."""
 
         def whole() -> None:
@@ -80,89 +106,160 @@ class _World:
         return self.rate(lambda: self.there.copy_(self.host, non_blocking=True))
 
     def up(self) -> float:
-        return self.rate(lambda: self.back.copy_(self.there, non_blocking=True))
+        return self.rate(lambda: self.host.copy_(self.there, non_blocking=True))
+
+    def within(self) -> float:
+        return self.rate(lambda: self.other.copy_(self.there))
+
+    def row(
+        self, name: str, ours: Work, limit: Callable[[], float], *, bar: float | None
+    ) -> Result:
+        rate, metric = (lambda: self.rate(ours)), f"gpu.{name}{self.suffix}"
+        return compare(metric, "GB/s", rate, limit, bar=bar, pairs=self.size.pairs)
 
 
-def _pair(
-    world: _World, name: str, put: Callable[[], object], get: Callable[[], object]
-) -> Iterator[Result]:
-    """Into the device and out of it; what comes back is compared once."""
-    put()
-    get()
-    if not torch.equal(world.host, world.back):
-        raise RuntimeError(f"{name}: other bytes came back")
-    suffix, bar = ("", BAR) if world.cuda else (".cpu", None)
-    for way, copy, limit in (("h2d", put, world.down), ("d2h", get, world.up)):
-        ours = _timed(world, copy)
-        metric = f"gpu.{name}.{way}{suffix}"
-        yield compare(metric, "GB/s", ours, limit, bar=bar, pairs=world.size.pairs)
+class _Engine:
+    """A paged KV cache on the device, chunks in an order that nothing can merge, and a mover."""
+
+    def __init__(self, world: _World, layout: str) -> None:
+        size, self._world = world.size, world
+        width = size.block // size.per_chunk // size.layers
+        count = size.blocks * size.per_chunk
+        shape = (count, size.layers) if layout == "blocks" else (size.layers, count)
+        self.memory = torch.zeros((*shape, width), dtype=torch.uint8, device=world.device)
+        layers = list(self.memory.unbind(1) if layout == "blocks" else self.memory)
+        self.cache = PagedCache(layers, count, size.per_chunk, batch=8 * MIB, users=THREADS)
+        order = np.random.default_rng(0).permutation(count)
+        self._chunks = order.reshape(size.blocks, -1).tolist()
+        self._mover = Mover(DaemonExecutor(THREADS, "bench"), THREADS, 1 << 40, 1 << 40)
+
+    def fill(self) -> None:
+        self.memory.random_(0, 256)
+
+    def save(self, tier: Tier) -> None:
+        self._move(tier, 1, 0)
+
+    def load(self, tier: Tier) -> None:
+        self._move(tier, 0, 1)
+
+    def check(self, tier: Tier) -> None:
+        """What is saved comes back."""
+        self.fill()
+        self.save(tier)
+        wanted = self.memory.cpu()
+        self.memory.zero_()
+        self.load(tier)
+        if not torch.equal(self.memory.cpu(), wanted):
+            raise RuntimeError(f"{tier.name}: other bytes came back")
+
+    def _move(self, tier: Tier, src: int, dst: int) -> None:
+        blocks = PagedBlocks(self.cache, self._chunks, self.cache.fence())
+        slots = list(range(len(self._chunks)))
+        move = Move(src, dst, self._world.keys, [1] * len(slots), slots, slots, slots)
+        part, staging = self.cache.part, self.cache.staging
+        transfer = Transfer(move, [tier, blocks], None, part, lambda _: None, staging)
+        if not self._mover.start(transfer, self.cache.chunk_bytes, load=dst == 1):
+            raise RuntimeError("the mover refuses")
+        transfer.expire(TIMEOUT)
+        _fine(transfer.write)
+
+    def close(self) -> None:
+        self._mover.close(TIMEOUT)
+        self.cache.staging.close()
 
 
-def _timed(world: _World, copy: Callable[[], object]) -> Callable[[], float]:
-    return lambda: world.rate(copy)
-
-
-def _hbm(world: _World) -> tuple[Callable[[], object], Callable[[], object]]:
-    size, batch = world.size, world.batch
-    tier = HbmTier("hbm", size.blocks * size.block, size.block, str(world.device))
-    source, target = world.host.numpy(), world.back.numpy()
-    return (lambda: _fine(tier.write(batch, source))), (lambda: _fine(tier.read(batch, target)))
-
-
-def _paged(world: _World) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Chunks of engine blocks in an order that nothing can merge; blocks outermost, as vLLM
-    lays them out for us."""
+def _hbm(world: _World) -> Iterator[Result]:
     size = world.size
-    width = size.block // size.per_chunk // size.layers
-    count = size.blocks * size.per_chunk
-    memory = torch.zeros((count, size.layers, width), dtype=torch.uint8, device=world.device)
-    layers = [memory[:, i] for i in range(size.layers)]
-    cache = PagedCache(layers, count, size.per_chunk, batch=8 * MIB, users=1)
-    order = np.random.default_rng(0).permutation(count).reshape(size.blocks, -1).tolist()
-    source, target = world.host.numpy(), world.back.numpy()
+    batch = Batch(list(range(size.blocks)), world.keys, [1] * size.blocks)
+    tier = HbmTier("hbm", size.blocks * size.block, size.block, str(world.device))
+    source, target = world.host.numpy(), torch.empty_like(world.host).numpy()
+    _fine(tier.write(batch, source))
+    _fine(tier.read(batch, target))
+    if not np.array_equal(source, target):
+        raise RuntimeError("hbm: other bytes came back")
+    put, get = lambda: _fine(tier.write(batch, source)), lambda: _fine(tier.read(batch, source))
+    yield world.row("hbm.put", put, world.down, bar=world.bar)
+    yield world.row("hbm.get", get, world.up, bar=world.bar)
+    tier.close()
 
-    return (lambda: cache.scatter(order, source)), (lambda: cache.gather(order, target))
+
+def _nh(world: _World) -> Result:
+    sums, rows = Checksums(bytes(8), world.size.block), list(world.there)
+    if sums.on_device(rows[:1]) != [sums.of(2, world.there[0].cpu().numpy())]:
+        raise RuntimeError("nh: device and host differ")
+    return world.row("nh", lambda: sums.on_device(rows), world.within, bar=None)
 
 
-def _nvme(world: _World, path: Path, engine: str) -> Iterator[Result]:
+def _dram(world: _World, engine: _Engine, layout: str) -> Iterator[Result]:
+    size = world.size
+    tier = DramTier("dram", size.blocks * size.block, size.block)
+    if not tier.wait_ready(TIMEOUT):
+        raise RuntimeError("dram: the slab is not ready")
+    engine.check(tier)
+    name, bar = f"dram.{layout}", world.bar
+    yield world.row(f"{name}.save", lambda: engine.save(tier), world.up, bar=bar)
+    yield world.row(f"{name}.load", lambda: engine.load(tier), world.down, bar=bar)
+    tier.close()
+
+
+def _nvme(world: _World, engine: _Engine, name: str, path: Path, kind: Any) -> Iterator[Result]:
     """Nothing where the machine does not have the engine: `tieredkv doctor` says why."""
-    size, batch = world.size, world.batch
+    size = world.size
     directory = Directory.open(path, Fingerprint(model="bench"), 256, 0)
-    capacity = 2 * size.blocks * size.block + (64 << 20)
-    kind: Any = engine
+    volume = size.blocks * size.block
+    room = volume + (64 << 20)
     try:
-        tier = NvmeTier(directory, "nvme", size.block, capacity, min_free=0, engine=kind)
+        tier = NvmeTier(directory, "nvme", size.block, room, min_free=0, engine=kind, segment=room)
     except TieredKVError:
         directory.close()
         return
-    straight = world.cuda and tier.device
-    rows = [row.numpy() for row in world.back]
-
-    def put() -> None:
-        if straight:
-            _fine(tier.write(batch, list(world.there)))
-        else:
-            world.back.copy_(world.there)
-            _fine(tier.write(batch, rows))
-
-    def get() -> None:
-        if straight:
-            _fine(tier.read(batch, list(world.there)))
-        else:
-            _fine(tier.read(batch, rows))
-            world.there.copy_(world.back)
-
-    suffix = "" if world.cuda else ".cpu"
-    world.there.copy_(world.host)
     try:
-        for way, copy, limit in (("write", put, world.up), ("read", get, world.down)):
-            metric = f"gpu.nvme.{tier.mode}.{way}{suffix}"
-            yield compare(metric, "GB/s", _timed(world, copy), limit, pairs=size.pairs)
-        if not torch.equal(world.there.cpu(), world.host):
-            raise RuntimeError(f"nvme by {tier.mode}: other bytes came back")
+        if tier.device and world.cuda:
+            tier.register(engine.cache.staging.memory)
+        engine.check(tier)
+        (file,) = path.rglob("*.kv")
+        if tier.mode == "gds" and GDSIO.exists():
+            reference: Any = Gdsio(path / "gdsio.tmp", volume)
+        else:
+            reference = (Fio if shutil.which("fio") else Loop)(file, MIB, volume)
+        name = name.replace(kind, tier.mode)
+        yield world.row(f"nvme.{name}.load", lambda: engine.load(tier), reference.read, bar=None)
+        # last: nobody wants the payloads that the reference overwrites
+        yield world.row(f"nvme.{name}.save", lambda: engine.save(tier), reference.write, bar=None)
     finally:
         tier.close()
         directory.close()
+
+
+class Gdsio:
+    """cuFile's own yardstick: its DMA between a file and the first GPU."""
+
+    def __init__(self, file: Path, volume: int) -> None:
+        self._file, self._volume = file, volume
+        self.write()
+
+    def write(self) -> float:
+        return self._run("1")
+
+    def read(self) -> float:
+        return self._run("0")
+
+    def _run(self, direction: str) -> float:
+        """GB/s of 1 MiB at a time on 8 threads."""
+        command = [
+            str(GDSIO), "-f", str(self._file), "-d", "0", "-w", str(THREADS),
+            "-s", f"{self._volume // MIB}M", "-i", "1M", "-x", "0", "-I", direction,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+        return gdsio_rate(done.stdout)
+
+
+def gdsio_rate(text: str) -> float:
+    """GB/s from what gdsio prints. Raises ValueError."""
+    found = THROUGHPUT.search(text)
+    if found is None:
+        raise ValueError(f"gdsio says {text!r}")
+    return float(found[1]) * (1 << 30) / 1e9
 
 
 def _fine(outcomes: list[Outcome]) -> None:

@@ -98,6 +98,20 @@ def test_all_means_every_bench(
 def test_gpu() -> None:
     size = gpu.Size(block=256 * KIB, blocks=8, layers=4, per_chunk=4, pairs=2)
     found = judged(gpu.run(size))
-    ways = {f"gpu.{name}.{way}" for name in ("hbm", "paged") for way in ("h2d", "d2h")}
-    assert ways <= {metric.removesuffix(".cpu") for metric in found}
-    assert any(metric.startswith("gpu.nvme.direct.") for metric in found)
+    moves = {
+        f"gpu.{tier}.{layout}.{way}"
+        for tier in ("dram", "nvme.direct")
+        for layout in ("blocks", "layers")
+        for way in ("save", "load")
+    }
+    assert moves | {"gpu.hbm.put", "gpu.hbm.get"} <= {m.removesuffix(".cpu") for m in found}
+
+
+def test_what_gdsio_prints() -> None:
+    text = (
+        "IoType: READ XferType: GPUD Threads: 8 DataSetSize: 262144/262144(KiB) IOSize: 1024(KiB) "
+        "Throughput: 6.250000 GiB/sec, Avg_Latency: 1250.1 usecs ops: 256 total_time 0.04 secs"
+    )
+    assert gpu.gdsio_rate(text) == pytest.approx(6.7109, rel=1e-4)
+    with pytest.raises(ValueError, match="cannot open"):
+        gpu.gdsio_rate("cannot open the file")

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.nvme.world import opened
+from tests.pretender import pretend
 from tieredkv import device
 from tieredkv.device import CudaDevice, page_lock, page_unlock, streams_of
 from tieredkv.testing import LateDevice
+from tieredkv.testing.tier_suite import batch, content
+from tieredkv.tiers.dram import DramTier
+from tieredkv.tiers.hbm import HbmTier
+from tieredkv.types import Outcome
 
+SIZE = 8192
 CUDA = torch.cuda.is_available()
 
 
@@ -138,6 +147,55 @@ def test_events_of_cuda_pass_when_copies_have_been_made() -> None:
     found.run("out", lambda: back.copy_(there, non_blocking=True), event).synchronize()
     assert event.query()
     assert torch.equal(source, back)
+
+
+NEEDS_CUDA = pytest.mark.skipif(not CUDA, reason="no CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("dram", "late"),
+        ("hbm", "late"),
+        pytest.param("dram", "cuda", marks=NEEDS_CUDA),
+        pytest.param("hbm", "cuda", marks=NEEDS_CUDA),
+        pytest.param("nvme", "cuda", marks=NEEDS_CUDA),  # without one: tests/nvme/gds_tests.py
+    ],
+)
+def test_tiers_take_memory_of_a_device(
+    kind: str, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        if place == "late":
+            late = stack.enter_context(LateDevice(0.001))
+            monkeypatch.setattr("tieredkv.device.streams_of", lambda _: late)
+            monkeypatch.setattr("tieredkv.tiers.hbm.streams_of", lambda _: late)
+        tier: Any
+        if kind == "nvme":
+            tier = stack.enter_context(opened(tmp_path, SIZE, engine="auto"))
+            if not tier.device:
+                pytest.skip("no GPUDirect Storage here")
+        elif kind == "dram":
+            tier = DramTier("dram", 16 * SIZE, SIZE)
+        else:
+            tier = HbmTier("hbm", 16 * SIZE, SIZE, "cpu" if place == "late" else place)
+        stack.callback(tier.close)
+        slots = [5, 1, 2, 9]
+        blocks = [
+            torch.frombuffer(bytearray(content(s, 1, SIZE)), dtype=torch.uint8) for s in slots
+        ]
+        wrap = pretend if place == "late" else (lambda tensor: tensor.cuda())
+        there, back = map(wrap, blocks), [wrap(torch.zeros_like(block)) for block in blocks]
+        assert tier.write(batch(slots), list(there)) == [Outcome.OK] * 4
+        assert tier.read(batch(slots), back) == [Outcome.OK] * 4
+        assert [bytes(plain(tensor)) for tensor in back] == [bytes(plain(b)) for b in blocks]
+        host = np.zeros((4, SIZE), np.uint8)
+        assert tier.read(batch(slots), host) == [Outcome.OK] * 4
+        assert [row.tobytes() for row in host] == [bytes(plain(block)) for block in blocks]
+
+
+def plain(tensor: torch.Tensor) -> Any:
+    return tensor.as_subclass(torch.Tensor).cpu().numpy()
 
 
 def test_what_is_late_is_in_order_and_waits_for_its_event() -> None:

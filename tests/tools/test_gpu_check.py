@@ -28,6 +28,7 @@ def test_steps_are_told_apart_by_how_they_end(
 ) -> None:
     row = '{"metric": "gpu.x", "value": 2.5, "unit": "GB/s", "ratio": 0.5, "reference": 5.0}'
     good = check.step("good", "-c", f"print('a line'); print('{row}'); print('{{no json')")
+    assert check.step("env", "-c", "import os; print(os.environ['X'])", X="7").text == "7\n"
     bad = check.step("bad", "-c", "raise SystemExit('it ends badly')")
     monkeypatch.setattr(check, "DEADLINE", 0.5)
     late = check.step("late", "-c", "import time; time.sleep(60)")
@@ -44,7 +45,7 @@ def test_steps_are_told_apart_by_how_they_end(
 
 
 def test_what_it_runs_exists(check: ModuleType) -> None:
-    assert all((check.ROOT / suite).exists() for suite in check.SUITES)
+    assert all((check.ROOT / suite).exists() for suite in (*check.SUITES, *check.ON_KVIKIO))
 
 
 def test_without_wheels_nothing_is_installed(check: ModuleType, tmp_path: Path) -> None:
