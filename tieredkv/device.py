@@ -161,16 +161,40 @@ def cuda_present() -> bool:
     return bool(_torch().cuda.is_available())
 
 
-def page_lock(address: int, nbytes: int) -> bool:
-    """Lock host memory for copies to and from CUDA devices; False where there is none, or where
-    it fails, which is logged. Undo with `page_unlock` before the memory is freed."""
+def current_device() -> int | None:
+    """The CUDA device of the calling thread; None as long as the process uses none.
+
+    To be handed to what runs on other threads: those begin with device 0, and would take
+    memory of it for nothing.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.current_device())
+
+
+def page_lock(address: int, nbytes: int, device: int | None) -> bool:
+    """Lock host memory for copies to and from CUDA devices, in the context of one of them;
+    False where there is none, or where it fails, which is logged. Undo with `page_unlock` before
+    the memory is freed."""
     if not cuda_present():
         return False
-    return _succeeded(_torch().cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    with _torch().cuda.device(device):
+        return _succeeded(_torch().cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
 
-def page_unlock(address: int) -> None:
-    _succeeded(_torch().cuda.cudart().cudaHostUnregister(address))
+def page_unlock(address: int, device: int | None) -> None:
+    with _torch().cuda.device(device):
+        _succeeded(_torch().cuda.cudart().cudaHostUnregister(address))
+
+
+def host_tensor(count: int, dtype: Any, device: Any) -> Any:
+    """A tensor of the CPU for copies to and from a torch device, page-locked if that is CUDA's."""
+    torch = _torch()
+    if device.type != "cuda":
+        return torch.empty(count, dtype=dtype)
+    with torch.cuda.device(device):
+        return torch.empty(count, dtype=dtype, pin_memory=True)
 
 
 def _succeeded(code: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, TypeVar
 
-from tieredkv.device import page_lock, page_unlock
+from tieredkv.device import current_device, page_lock, page_unlock
 from tieredkv.errors import ConfigError
 from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import Slab
@@ -70,6 +70,7 @@ class Staging:
         Raises ConfigError if the device has not so much memory.
         """
         self._block_bytes, self._blocks = block_bytes, blocks
+        self._cuda = current_device()
         self._held = ExitStack()
         self._host = Ring(self._slab, users)
         self.memory: Any = None
@@ -105,8 +106,8 @@ class Staging:
     def _slab(self) -> Slab:
         slab = Slab(self._blocks, self._block_bytes)
         self._held.callback(slab.close)
-        if page_lock(slab.address, slab.nbytes):
-            self._held.callback(page_unlock, slab.address)
+        if page_lock(slab.address, slab.nbytes, self._cuda):
+            self._held.callback(page_unlock, slab.address, self._cuda)
         return slab
 
 

@@ -97,7 +97,8 @@ class TieredKVStore:
         """Store `blocks`, one per key of `keys[start:]`; outcome per block.
 
         `keys` is the chain from the root. `blocks` is a list of buffers or one contiguous
-        stack: anything with the buffer protocol, numpy arrays, torch tensors. Returns once
+        stack: anything with the buffer protocol, numpy arrays, torch tensors of the CPU or of
+        one CUDA device (what the thread has queued there is awaited first). Returns once
         the first tier holds the bytes (on `nvme` alone: once they are durable); the buffers
         are the caller's again. Blocks that are stored already are OK at once.
 

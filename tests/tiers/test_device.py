@@ -15,7 +15,14 @@ import torch
 from tests.nvme.world import opened
 from tests.pretender import pretend
 from tieredkv import device
-from tieredkv.device import CudaDevice, page_lock, page_unlock, streams_of
+from tieredkv.device import (
+    CudaDevice,
+    current_device,
+    host_tensor,
+    page_lock,
+    page_unlock,
+    streams_of,
+)
 from tieredkv.testing import LateDevice
 from tieredkv.testing.tier_suite import batch, content
 from tieredkv.tiers.dram import DramTier
@@ -33,7 +40,8 @@ class FakeCuda:
         self.log: list[str] = []
         self.current = "engine"
         self.streams = 0
-        self.registered: dict[int, int] = {}
+        self.number = 0
+        self.registered: dict[int, tuple[int, int]] = {}
         self.code = 0
 
     class _Stream:
@@ -66,6 +74,12 @@ class FakeCuda:
         yield
         self.current = before
 
+    @contextmanager
+    def device(self, number: int | None) -> Iterator[None]:
+        before, self.number = self.number, self.number if number is None else number
+        yield
+        self.number = before
+
     def is_available(self) -> bool:
         return True
 
@@ -73,7 +87,7 @@ class FakeCuda:
         return self
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.registered[address] = nbytes
+        self.registered[address] = nbytes, self.number
         return self.code
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -121,19 +135,24 @@ def test_nothing_runs_any_more_once_an_error_is_out(cuda: FakeCuda) -> None:
 
 
 def test_page_locking(cuda: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
-    assert page_lock(4096, 100)
-    assert cuda.registered == {4096: 100}
-    page_unlock(4096)
+    assert page_lock(4096, 100, None)
+    assert page_lock(8192, 200, 3)  # not on device 0, where other threads begin
+    assert cuda.registered == {4096: (100, 0), 8192: (200, 3)}
+    assert cuda.number == 0
+    page_unlock(4096, None)
+    page_unlock(8192, 3)
     assert cuda.registered == {}
     cuda.code = 2
-    assert not page_lock(8192, 100)
+    assert not page_lock(8192, 100, None)
     assert "error 2" in caplog.text
 
 
 @pytest.mark.skipif(CUDA, reason="a CUDA device is present")
 def test_without_a_device() -> None:
     assert streams_of(torch.device("cpu")) is None
-    assert not page_lock(4096, 100)
+    assert not page_lock(4096, 100, None)
+    assert current_device() is None
+    assert not host_tensor(3, torch.int64, torch.device("cpu")).is_pinned()
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")

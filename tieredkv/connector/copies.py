@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tieredkv.device import Device, Event, Way, as_tensor, copy_pairs
+from tieredkv.device import Device, Event, Way, as_tensor, copy_pairs, host_tensor
 from tieredkv.staging import Ring, Staging
 from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import runs
@@ -141,7 +141,7 @@ class _Ids:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.there = torch.empty(size, dtype=torch.int64, device=device)
-        self._here = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._here = host_tensor(size, torch.int64, device)
         self._count = 0
 
     def set(self, blocks: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from tieredkv.device import (
     Way,
     copy_blocks,
     cuda_present,
+    current_device,
     on_device,
     page_lock,
     page_unlock,
@@ -59,7 +60,7 @@ class DramTier:
         self._slab = Slab(self._slots, block_bytes)
         self._pool = CopyPool(copy_threads, f"{name}-copy")
         self._stop = threading.Event()
-        self._pin = pin
+        self._pin, self._cuda = pin, current_device()
         self._preparation = threading.Thread(
             target=self._prepare, name=f"{name}-prefault", daemon=True
         )
@@ -109,7 +110,7 @@ class DramTier:
             log.warning("tier %s: page-locking still runs at close; its memory stays", self.name)
             return
         if self.pinned:
-            page_unlock(self._slab.address)
+            page_unlock(self._slab.address, self._cuda)
             self.pinned = False
         self._slab.close()
 
@@ -126,6 +127,6 @@ class DramTier:
         self._slab.prefault(self._stop)
         if self._pin == "off" or self._stop.is_set() or not cuda_present():
             return
-        self.pinned = page_lock(self._slab.address, self._slab.nbytes)
+        self.pinned = page_lock(self._slab.address, self._slab.nbytes, self._cuda)
         state = "page-locked for CUDA" if self.pinned else "not page-locked, CUDA copies are slower"
         log.info("tier %s: %d bytes %s", self.name, self._slab.nbytes, state)

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import xxhash
 
-from tieredkv.device import on_stream
+from tieredkv.device import host_tensor, on_stream
 from tieredkv.errors import BlockSizeError
 from tieredkv.tiers.base import BlockBuffer
 
@@ -62,7 +62,7 @@ class Checksums:
         import torch
 
         keys = self._device_keys(blocks[0].device)
-        sums = torch.empty(len(blocks), dtype=torch.int64, pin_memory=keys.is_cuda)
+        sums = host_tensor(len(blocks), torch.int64, keys.device)
 
         def work() -> None:
             for i, block in enumerate(blocks):
