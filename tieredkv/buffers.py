@@ -92,24 +92,29 @@ def _from_sequence(buffers: object, count: int, writable: bool) -> Blocks:
                 f"block {i} has {len(flat)} bytes, block 0 has {block_bytes}: "
                 "all blocks must have one size, larger than 0"
             )
+    device = set(map(type, flats)) != {np.ndarray}
+    if device:
+        _check_one_device(flats)
+        await_caller(flats[0])
+    if writable:
+        _check_apart(flats, block_bytes, device)
+    return Blocks(flats, block_bytes)
+
+
+def _check_one_device(flats: list[Any]) -> None:
     places = {str(flat.device) if on_device(flat) else "the host" for flat in flats}
     if len(places) > 1:
         raise UsageError(
             f"blocks on {', '.join(sorted(places))}: pass all blocks of a call in one memory"
         )
-    if writable:
-        _check_apart(flats, block_bytes)
-    if on_device(flats[0]):
-        await_caller(flats[0])
-    return Blocks(flats, block_bytes)
 
 
-def _check_apart(flats: list[Any], block_bytes: int) -> None:
+def _check_apart(flats: list[Any], block_bytes: int, device: bool) -> None:
     """Blocks to be filled must not share memory: the last one read would stand for all."""
-    starts = sorted(
-        flat.data_ptr() if on_device(flat) else flat.__array_interface__["data"][0]
-        for flat in flats
-    )
+    if device:
+        starts = sorted(flat.data_ptr() for flat in flats)
+    else:
+        starts = sorted(flat.__array_interface__["data"][0] for flat in flats)
     if any(b - a < block_bytes for a, b in pairwise(starts)):
         raise UsageError("two of the buffers overlap: pass memory of its own for each block")
 
@@ -175,8 +180,8 @@ def _flat_tensor(tensor: Any, place: int | str) -> Any:
             raise _not_contiguous(place, tuple(tensor.shape))
         if tensor.requires_grad:
             tensor = tensor.detach()
-        flat = (tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8).reshape(-1)
-        return flat if on_device(flat) else flat.numpy()
+        flat = (tensor if tensor.ndim else tensor.reshape(1)).view(torch.uint8)
+        return flat.reshape(-1) if flat.is_cuda else flat.numpy().reshape(-1)
     except (RuntimeError, TypeError) as error:
         raise UsageError(
             f"{_name(place)} is a tensor without plain memory ({error}): pass a dense tensor of "
