@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.bugs.world import SIZE, blocks_of, chain
+from tests.pretender import pretend
 from tieredkv import (
     BlockSizeError,
     ClosedError,
@@ -76,6 +77,13 @@ def meta() -> Any:
     import torch
 
     return [torch.empty(SIZE, dtype=torch.uint8, device="meta") for _ in STORED]
+
+
+def mixed() -> list[Any]:
+    import torch
+
+    there = pretend(torch.zeros(SIZE, dtype=torch.uint8))
+    return [there, *(bytearray(SIZE) for _ in OTHER[1:])]
 
 
 KEYS = [
@@ -222,6 +230,14 @@ BUFFER = [
         ),
     ),
     Call("a tensor without plain memory", UsageError, (lambda s: s.put(OTHER, meta()),)),
+    Call(
+        "blocks in host memory and on a device in one call",
+        UsageError,
+        (
+            lambda s: s.put(OTHER, mixed()),
+            lambda s: s.get(OTHER, mixed()),
+        ),
+    ),
 ]
 
 SECONDS = (-1, float("nan"), float("inf"), "1", True, 1e12)
