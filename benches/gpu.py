@@ -196,7 +196,8 @@ def _dram(world: _World, engine: _Engine, layout: str) -> Iterator[Result]:
     if not tier.wait_ready(TIMEOUT):
         raise RuntimeError("dram: the slab is not ready")
     engine.check(tier)
-    name, bar = f"dram.{layout}", world.bar
+    # where layers lie apart a kernel per layer and chunk is launched from Python: no bar
+    name, bar = f"dram.{layout}", world.bar if layout == "blocks" else None
     yield world.row(f"{name}.save", lambda: engine.save(tier), world.up, bar=bar)
     yield world.row(f"{name}.load", lambda: engine.load(tier), world.down, bar=bar)
     tier.close()
@@ -215,6 +216,7 @@ def _nvme(world: _World, engine: _Engine, name: str, path: Path, kind: Any) -> I
         return
     try:
         if tier.device and world.cuda:
+            engine.cache.staging.add_device(world.device)
             tier.register(engine.cache.staging.memory)
         engine.check(tier)
         (file,) = path.rglob("*.kv")

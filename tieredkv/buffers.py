@@ -6,17 +6,21 @@ torch is never imported here: if the caller holds a tensor, it is loaded already
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from tieredkv.device import await_caller, on_device
+from tieredkv.device import Event, loaded_torch, mark_caller, on_device
 from tieredkv.errors import BlockSizeError, UsageError
 from tieredkv.tiers.base import BlockBuffers, Bytes
 from tieredkv.types import Batch
+
+POLL = 0.0002
 
 
 class Blocks:
@@ -25,21 +29,29 @@ class Blocks:
     The memory stays the caller's.
     """
 
-    __slots__ = ("block_bytes", "buffers")
+    __slots__ = ("block_bytes", "buffers", "ready")
 
-    def __init__(self, buffers: BlockBuffers, block_bytes: int) -> None:
+    def __init__(self, buffers: BlockBuffers, block_bytes: int, ready: Event | None = None) -> None:
         self.buffers = buffers
         """One uint8 array of shape (count, block_bytes), or a list of `count` 1-D ones; torch
         tensors if they are on a device."""
         self.block_bytes = block_bytes
         """0 only if there are no blocks."""
+        self.ready = ready
+        """Behind what the caller's stream has still to do with blocks on a device; None for those
+        in host memory."""
 
     def __len__(self) -> int:
         return len(self.buffers)
 
-    @property
-    def on_device(self) -> bool:
-        return len(self) > 0 and on_device(self.buffers[0])
+    def await_ready(self, deadline: float) -> bool:
+        """May they be touched now? False if not by the deadline, as of `time.monotonic`."""
+        with suppress(RuntimeError):  # of the device: the copies will say so
+            while self.ready is not None and not self.ready.query():
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(POLL)
+        return True
 
 
 def view_blocks(buffers: object, count: int, *, writable: bool) -> Blocks:
@@ -48,7 +60,7 @@ def view_blocks(buffers: object, count: int, *, writable: bool) -> Blocks:
     `buffers` is a sequence of `count` buffers, or one stack: a contiguous buffer whose
     first dimension is a multiple of `count`, or 1-D of any divisible size. A buffer is
     anything with the buffer protocol, a numpy array or a torch tensor of the host or of a CUDA
-    device, of any dtype. For a device, waits for what the calling thread has asked of it so far.
+    device, of any dtype. For a device, notes what is queued on the calling thread's current stream.
 
     Raises BlockSizeError for wrong counts and sizes, UsageError for buffers that are not
     contiguous, not writable though `writable` is asked for, of the host and of a device in one
@@ -69,8 +81,7 @@ def view_blocks(buffers: object, count: int, *, writable: bool) -> Blocks:
         )
     stack = flat.reshape(count, -1)
     if on_device(stack):
-        await_caller(stack)
-        stack = stack.unbind(0)
+        return Blocks(stack.unbind(0), size // count, mark_caller(stack))
     return Blocks(stack, size // count)
 
 
@@ -95,10 +106,9 @@ def _from_sequence(buffers: object, count: int, writable: bool) -> Blocks:
     device = set(map(type, flats)) != {np.ndarray}
     if device:
         _check_one_device(flats)
-        await_caller(flats[0])
     if writable:
         _check_apart(flats, block_bytes, device)
-    return Blocks(flats, block_bytes)
+    return Blocks(flats, block_bytes, mark_caller(flats[0]) if device else None)
 
 
 def _check_one_device(flats: list[Any]) -> None:
@@ -135,7 +145,7 @@ def _shape(buffer: Any) -> tuple[int, ...]:
 
 
 def _is_tensor(value: object) -> bool:
-    torch = sys.modules.get("torch")
+    torch = loaded_torch()
     return torch is not None and isinstance(value, torch.Tensor)
 
 

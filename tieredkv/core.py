@@ -27,8 +27,10 @@ class Core(Engine):
         """Outcome per block of `keys[start:]`. Returns once the first tier holds the bytes; if
         that is the durable one, once the index is committed."""
         deadline = time.monotonic() + self._limits.put_deadline
-        plan = self._plan_put(keys, start, turn)
         outcomes = [Outcome.BUSY] * (len(keys) - start)
+        if not blocks.await_ready(deadline):
+            return outcomes
+        plan = self._plan_put(keys, start, turn)
         if start > plan.known:
             return [Outcome.MISSING] * len(outcomes)
         for i in range(plan.known - start):
@@ -156,6 +158,8 @@ class Core(Engine):
         self, keys: Sequence[bytes], blocks: Blocks, start: int, deadline: float, promote: bool
     ) -> tuple[list[Outcome], dict[str, int]]:
         """(outcome per block of `keys[start:]`, blocks returned per tier)."""
+        if not blocks.await_ready(deadline):
+            return [Outcome.BUSY] * (len(keys) - start), {}
         with self.lock:
             self._check_open()
             _, moves = self.planner.plan_get(keys, start, self.clock())
@@ -181,7 +185,8 @@ class Core(Engine):
         if hi - lo == len(move):
             return self._transfer(move, blocks, lo, hi)
         picked = [blocks.buffers[depth - start] for depth in move.depths]
-        return self._transfer(move, Blocks(picked, blocks.block_bytes), 0, len(move))
+        part = Blocks(picked, blocks.block_bytes, blocks.ready)
+        return self._transfer(move, part, 0, len(move))
 
     def _promote(
         self,
@@ -265,7 +270,9 @@ class Core(Engine):
         buffers, part = blocks.buffers[lo:hi], len(move)
         if not self._inline(move):
             part = max(1, min(self._batch, -(-len(move) // self._limits.threads)))
-            buffers = buffers if blocks.on_device else RevocableViews(buffers)
+            buffers = buffers if blocks.ready else RevocableViews(buffers)
+        elif blocks.ready:
+            part = self._batch  # a tier that takes no memory of a device has so much staging
         return Transfer(move, self.tiers, buffers, part, self._ended, self._staging)
 
     def _queue(self, transfer: Transfer, *, load: bool) -> None:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from tieredkv.buffers import RevocableViews
 from tieredkv.device import copy_blocks, on_device
 from tieredkv.executor import Executor
-from tieredkv.staging import Staging
+from tieredkv.staging import NoStaging, Staging
 from tieredkv.tiers.base import BlockBuffers, Tier, device_views, takes_device
 from tieredkv.types import Batch, Move, Outcome
 
@@ -76,6 +76,9 @@ class Transfer:
                 read = write = [Outcome.BUSY] * (hi - lo)
             else:
                 read, write = self._copy(self.move, lo, hi)
+        except NoStaging as error:  # which says nothing about the blocks
+            log.warning("%d blocks are not moved: %s", hi - lo, error)
+            read = write = [Outcome.BUSY] * (hi - lo)
         except Exception:  # a plug-in that breaks its contract must not take a thread down
             if not self.expired:  # else its buffers were taken away
                 log.exception("tier raised while moving %d blocks", hi - lo)
@@ -182,6 +185,9 @@ class Transfer:
             self._delivering += 1
         try:
             copy_blocks("in", [device[i] for i in good], [host[i] for i in good])
+        except RuntimeError:  # which says nothing about the blocks either
+            log.exception("%d blocks were read and do not reach the device", len(good))
+            got = [Outcome.BUSY if outcome is Outcome.OK else outcome for outcome in got]
         finally:
             with self._ended:
                 self._delivering -= 1

@@ -98,7 +98,7 @@ class TieredKVStore:
 
         `keys` is the chain from the root. `blocks` is a list of buffers or one contiguous
         stack: anything with the buffer protocol, numpy arrays, torch tensors of the CPU or of
-        one CUDA device (what the thread has queued there is awaited first). Returns once
+        one CUDA device (what is queued on the thread's stream there comes first). Returns once
         the first tier holds the bytes (on `nvme` alone: once they are durable); the buffers
         are the caller's again. Blocks that are stored already are OK at once.
 
@@ -126,9 +126,9 @@ class TieredKVStore:
         alive and counts them in `Stats.quarantined_transfers`; do not reuse them before it
         is back to 0. Raises UsageError, BlockSizeError.
         """
-        chain = self._chain(keys, start)
+        chain, until = self._chain(keys, start), self._until(deadline)
         views = view_blocks(out, len(chain) - start, writable=True)
-        return self._get(chain, views, start, self._until(deadline))
+        return self._get(chain, views, start, until)
 
     def put_async(
         self,

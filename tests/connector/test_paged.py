@@ -20,7 +20,7 @@ from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.device import Way
 from tieredkv.errors import BlockSizeError, ConfigError, UsageError
 from tieredkv.mover import Transfer
-from tieredkv.staging import Staging
+from tieredkv.staging import NoStaging, Ring, Staging
 from tieredkv.testing import LateDevice, LatencyTier
 from tieredkv.testing.devices import LateEvent
 from tieredkv.tiers.dram import DramTier
@@ -82,7 +82,10 @@ class World:
                 tensor.copy_(bits.to(tensor.dtype))
 
     def make(self, device: Any) -> PagedCache:
-        return PagedCache(self.tensors, BLOCKS, PER_CHUNK, batch=2 * 4096, users=4, streams=device)
+        cache = PagedCache(self.tensors, BLOCKS, PER_CHUNK, batch=2 * 4096, users=4, streams=device)
+        if cache.on_device:
+            cache.staging.add_device(cache.device)  # as for a drive that takes memory of it
+        return cache
 
     def block(self, number: int) -> list[torch.Tensor]:
         """Every tensor's part of an engine block."""
@@ -136,7 +139,7 @@ def test_chunks_come_back_into_other_blocks_and_nothing_else_changes(
     chunks = rows(world, 3)
     world.cache.gather(SOURCE, chunks)
     before = world.content()
-    world.cache.scatter([wanted, SOURCE[0], SOURCE[2]], chunks[[0, 1, 2]])
+    world.cache.scatter([wanted, SOURCE[0], SOURCE[2]], chunks[[0, 1, 2]], world.cache.fence())
     after = world.content()
     came = dict(zip(wanted + SOURCE[0] + SOURCE[2], flat(SOURCE), strict=True))
     for block in range(BLOCKS):
@@ -221,6 +224,7 @@ class TestLate:
         """The same copies, on a device whose events say that they have passed at once."""
         assert world.device is not None
         hasty = world.make(Hasty(world.device))
+        world.device.slow_down(0.1)
         chunks = rows(world, 1)
         if way == "out":
             hasty.gather([[1, 2, 3]], chunks)
@@ -251,9 +255,12 @@ class Hasty:
     def mark(self) -> LateEvent:
         return self._passed()
 
-    def run(self, way: Way, work: Callable[[], object], after: Any = None) -> LateEvent:
-        self.inner.run(way, work, after)
+    def run(self, way: Way, work: Callable[[], object]) -> LateEvent:
+        self.inner.run(way, work)
         return self._passed()
+
+    def drain(self, way: Way) -> None:
+        return
 
     def _passed(self) -> LateEvent:
         event = LateEvent()
@@ -264,11 +271,11 @@ class Hasty:
 class Hostile(Hasty):
     """A device that fails."""
 
-    def run(self, way: Way, work: Callable[[], object], after: Any = None) -> LateEvent:
+    def run(self, way: Way, work: Callable[[], object]) -> LateEvent:
         def fail() -> None:
             raise ValueError("an illegal memory access")
 
-        return self.inner.run(way, fail, after)
+        return self.inner.run(way, fail)
 
 
 # -- as a tier ------------------------------------------------------------------------------
@@ -313,7 +320,8 @@ def test_moves_through_the_memory_that_fits(world: World, kind: str) -> None:
     saved = job(world, PagedBlocks(world.cache, SOURCE, None), SOURCE, save=True, tier=tier)
     assert (saved.read, saved.write) == ([OK] * 3, [OK] * 3)
     goal = [[0, 1, 2], [3, 4, -1], [6, 7, 8]]
-    loaded = job(world, PagedBlocks(world.cache, goal, None), goal, save=False, tier=tier)
+    fence = world.cache.fence()
+    loaded = job(world, PagedBlocks(world.cache, goal, fence), goal, save=False, tier=tier)
     assert (loaded.read, loaded.write) == ([OK] * 3, [OK] * 3)
     after = world.content()
     came = dict(zip(flat(goal), flat(SOURCE), strict=True))
@@ -380,7 +388,12 @@ def test_tensors_that_are_not_understood_are_refused() -> None:
 
 @pytest.mark.parametrize("device", [False, True])
 def test_staging_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch, device: bool) -> None:
-    staging = Staging(4096, 2, 2, torch.device("cpu"))
+    staging = Staging(4096, 2, 2)
+    staging.add_device(torch.device("cpu"))
+    memory = staging.memory
+    staging.add_device(torch.device("cpu"))
+    assert staging.memory is memory
+    assert memory.shape == (4, 4096)
 
     def last_bytes() -> list[int]:
         with staging.take(2, device=device) as rows:
@@ -392,19 +405,66 @@ def test_staging_is_bounded_and_comes_back(monkeypatch: pytest.MonkeyPatch, devi
         one[0][:], one[1][:], other[0][:] = 1, 2, 3
         assert [int(row[-1]) for row in (*one, *other)] == [1, 2, 3]
         monkeypatch.setattr("tieredkv.staging.WAIT", 0.01)
-        with pytest.raises(TimeoutError, match="all 2"):
+        with pytest.raises(NoStaging, match="all 2"):
             last_bytes()
         monkeypatch.setattr("tieredkv.staging.WAIT", 20.0)
         third = pool.submit(last_bytes)
         assert not wait([third], 0.05).done
         first.close()
         assert third.result(20) == [1, 2]
-    with staging.take(5) as larger:  # more than usual: memory of its own
-        assert len(larger) == 5
-    assert staging.memory.shape == (4, 4096)
+    with pytest.raises(NoStaging, match="3 blocks"), staging.take(3, device=device):
+        pass
     staging.close()
+    staging.close()
+    assert staging.memory is None
+
+
+def test_who_waits_for_a_buffer_may_make_one_when_another_could_not() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    made: list[str] = []
+
+    def make() -> str:
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(20)
+            raise ConfigError("no memory")
+        made.append("one")
+        return "one"
+
+    def take() -> str:
+        with ring.take() as item:
+            return item
+
+    ring = Ring(make, 1)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(take)
+        assert begun.wait(20)
+        second = pool.submit(take)
+        assert not wait([second], 0.05).done
+        go_on.set()
+        with pytest.raises(NoStaging, match="no memory"):
+            first.result(20)
+        assert second.result(20) == "one"
+    ring.fill()
+    assert made == ["one"]
+
+
+def test_without_staging_memory_nothing_is_lost(world: World) -> None:
+    """It says nothing about the blocks, which a failed read would."""
+    size = world.cache.chunk_bytes
+    tier = LatencyTier(DramTier("dram", 8 * size, size))  # it lends no memory
+    saved = job(world, PagedBlocks(world.cache, SOURCE, None), SOURCE, save=True, tier=tier)
+    assert saved.write == [OK] * 3
+
+    def none(count: int, *, device: bool = False) -> Any:
+        raise NoStaging("all 2 staging buffers are in use")
+
+    world.cache.staging.take = none  # type: ignore[method-assign]
+    loaded = job(world, PagedBlocks(world.cache, SOURCE, None), SOURCE, save=False, tier=tier)
+    assert (loaded.read, loaded.write) == ([BUSY] * 3, [BUSY] * 3)
+    tier.close()
 
 
 def test_a_device_without_room_for_staging_is_named() -> None:
     with pytest.raises(ConfigError, match=r"lower mover\.batch"):
-        Staging(1 << 58, 2, 2, torch.device("cpu"))
+        Staging(1 << 58, 2, 2).add_device(torch.device("cpu"))

@@ -247,10 +247,15 @@ def test_a_forked_child_gets_errors(engine: GdsEngine, path: Path) -> None:
     file.close()
 
 
-def test_registration_is_nothing_to_copies(engine: GdsEngine) -> None:
-    buffer = Device(pages(1))
-    engine.register(buffer)
-    engine.register(buffer)
+def test_registration_is_nothing_to_copies(
+    engine: GdsEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(engine._kvikio, "memory_register", calls.append)
+    monkeypatch.setattr(engine._kvikio, "memory_deregister", calls.append)
+    engine.register(Device(pages(1)))
+    engine.close()
+    assert calls == []
 
 
 def test_one_call_moves_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +385,7 @@ def test_blocks_with_a_checksum_of_the_hosts_come_through_the_host(tmp_path: Pat
             assert host(targets)[i] == expected[i]
 
 
-def test_a_device_that_fails_fails_the_block_alone(
+def test_a_device_that_fails_says_nothing_about_the_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> Any:
@@ -392,12 +397,12 @@ def test_a_device_that_fails_fails_the_block_alone(
         b = batch([1, 2])
         assert tier.write(b, device_rows(sources(b, PAGE))) == [Outcome.OK] * 2
         monkeypatch.setattr("tieredkv.tiers.nvme.checksum.on_stream", fail)
-        assert tier.read(b, device_rows([bytes(PAGE)] * 2)) == [Outcome.FAILED] * 2
-        assert tier.write(b, device_rows(sources(b, PAGE))) == [Outcome.FAILED] * 2
+        assert tier.read(b, device_rows([bytes(PAGE)] * 2)) == [Outcome.BUSY] * 2
+        assert tier.write(b, device_rows(sources(b, PAGE))) == [Outcome.BUSY] * 2
         assert "illegal memory access" in str(tier.last_error)
         assert get(tier, [1, 2]) == [Outcome.OK] * 2
         monkeypatch.setattr("tieredkv.tiers.nvme.tier.copy_blocks", fail)
-        assert tier.read(batch([0]), device_rows([bytes(PAGE)])) == [Outcome.FAILED]
+        assert tier.read(batch([0]), device_rows([bytes(PAGE)])) == [Outcome.BUSY]
 
 
 def test_device_memory_that_cannot_be_used(tmp_path: Path) -> None:
@@ -432,6 +437,7 @@ def test_engine_blocks_reach_the_disk_through_memory_of_the_device_alone(
     ):
         cache = PagedCache(tensors, 12, 2, batch=2 * 8 * PAGE, users=2, streams=device)
         staging: Any = cache.staging
+        staging.add_device(torch.device("cpu"))
         parts = pretend(staging.memory).split(cache.part)
         staging._parts = Ring(iter(parts).__next__, 2)
         staging._host = None  # nobody may ask for it
@@ -484,3 +490,16 @@ def test_slots_of_hbm_reach_the_disk_without_a_copy(tmp_path: Path) -> None:
         b = Batch([0, 3, 4, 6], keys, [1] * 4)
         assert hbm.read(b, [memoryview(row) for row in back]) == [Outcome.OK] * 4
         assert back == [bytearray(block) for block in blocks]
+
+
+@pytest.mark.parametrize("size", [4095, 4092])
+def test_a_kind_that_blocks_of_this_size_cannot_have_is_no_revoked_buffer(
+    tmp_path: Path, size: int
+) -> None:
+    with opened(tmp_path, size) as tier:
+        put(tier, [0])
+    with segment_file(tmp_path).open("r+b") as file:
+        file.seek(PAGE + 6)
+        file.write(b"\2")
+    with opened(tmp_path, size) as tier:
+        assert get(tier, [0]) == [Outcome.CORRUPT]

@@ -14,14 +14,20 @@ import xxhash
 from tests.pretender import pretend
 from tieredkv.errors import BlockSizeError
 from tieredkv.testing import LateDevice
-from tieredkv.tiers.nvme.checksum import NH_64, WORDS, XXH3_64, Checksums
+from tieredkv.tiers.nvme.checksum import NH_64, PIECE, WORDS, XXH3_64, Checksums
 
 SEED = b"seed\0\1\2\3"
 CUDA = torch.cuda.is_available()
 
 
 def nh(block: bytes) -> int:
-    """Word by word."""
+    """Word by word; the large ones at once, in other words than the code under test."""
+    if len(block) > 1 << 20:
+        words = np.frombuffer(block, "<u4") + np.frombuffer(
+            hashlib.shake_128(SEED).digest(len(block)), "<u4"
+        )
+        products = words[0::2].astype(np.uint64) * words[1::2]
+        return int(np.bitwise_and.reduce([products.sum(dtype=np.uint64)]))
     keys = hashlib.shake_128(SEED).digest(len(block))
     total = 0
     for at in range(0, len(block), 8):
@@ -52,7 +58,9 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         yield "cpu"
 
 
-@pytest.mark.parametrize("size", [8, 4096, 4 * WORDS, 4 * WORDS + 4096, 9 * WORDS + 8])
+@pytest.mark.parametrize(
+    "size", [8, 4096, 4 * WORDS, 4 * WORDS + 4096, 9 * WORDS + 8, 8 * PIECE + 4096]
+)
 def test_host_and_device_agree_with_the_definition(size: int, place: str) -> None:
     sums = Checksums(SEED, size)
     given = list(blocks(size))
@@ -64,6 +72,18 @@ def test_host_and_device_agree_with_the_definition(size: int, place: str) -> Non
     seed = int.from_bytes(SEED, "little")
     xxh = [xxhash.xxh3_64_intdigest(block, seed) for block in given]
     assert [sums.of(XXH3_64, np.frombuffer(block, np.uint8)) for block in given] == xxh
+
+
+def test_blocks_that_begin_anywhere_and_many_at_once(place: str) -> None:
+    size = 4096
+    sums = Checksums(SEED, size)
+    memory = torch.randint(0, 256, (40 * size + 8,), dtype=torch.uint8)
+    there = memory.to(place)
+    there = there if place == "cuda" else pretend(there)
+    for first in (0, 1, 4):
+        rows = [there[first + i * size : first + (i + 1) * size] for i in range(40)]
+        expected = [nh(bytes(memory[first + i * size :][:size].numpy())) for i in range(40)]
+        assert sums.on_device(rows) == expected
 
 
 def test_every_bit_and_every_order_counts() -> None:

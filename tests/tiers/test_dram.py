@@ -266,3 +266,29 @@ def test_bytes_are_checked_end_to_end_under_threads() -> None:
         thread.join(60)
     tier.close()
     assert errors == []
+
+
+def test_pinning_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def lock(address: int, nbytes: int, device: object) -> bool:
+        locked.append(address)
+        return True
+
+    monkeypatch.setattr("tieredkv.tiers.slab.Slab.prefault", lambda self, stop: stop.wait(20))
+    monkeypatch.setattr("tieredkv.tiers.dram.cuda_present", lambda: True)
+    monkeypatch.setattr("tieredkv.tiers.dram.page_lock", lock)
+    monkeypatch.setattr("tieredkv.tiers.dram.page_unlock", lambda address, device: None)
+    tier = DramTier("dram", 16 * 4096, 4096)
+    assert not tier.wait_ready(0.05)
+    tier.give_up_pinning()
+    assert tier.wait_ready(20)
+    assert not locked
+    assert not tier.pinned
+    tier.close()
+    monkeypatch.setattr("tieredkv.tiers.slab.Slab.prefault", lambda self, stop: None)
+    tier = DramTier("dram", 16 * 4096, 4096)
+    assert tier.wait_ready(20)
+    assert tier.pinned
+    assert len(locked) == 1
+    tier.close()

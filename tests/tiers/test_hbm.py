@@ -122,10 +122,31 @@ def test_an_error_of_the_device_fails_the_batch(
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(torch.Tensor, "copy_", fail)
-    assert late.read(batch([2]), target) == [Outcome.FAILED]
+    assert late.read(batch([2]), target) == [Outcome.BUSY]  # the slot may well be good
     assert late.write(batch([2]), target) == [Outcome.FAILED]
     monkeypatch.undo()
     assert late.write(batch([2]), target) == [Outcome.OK]
+
+
+def test_slots_that_were_made_in_inference_mode_can_be_written_outside_it() -> None:
+    with LateDevice(0.001) as device:
+        with torch.inference_mode():
+            tier = HbmTier("hbm", 8 * SIZE, SIZE, "cpu", device)
+        block = memoryview(content(3, 1, SIZE))
+        assert tier.write(batch([3]), [block]) == [Outcome.OK]
+        with torch.inference_mode():
+            target = torch.zeros(SIZE, dtype=torch.uint8)
+        assert tier.read(batch([3]), [target]) == [Outcome.OK]  # type: ignore[list-item]
+        assert target.numpy().tobytes() == block
+        tier.close()
+
+
+def test_rows_with_gaps_are_copied_one_by_one(late: HbmTier) -> None:
+    """A two-dimensional copy across would take temporary memory."""
+    wide = np.zeros((4, SIZE + 100), np.uint8)[:, :SIZE]
+    slots = [2, 3, 4, 5]
+    assert len(list(late._pairs(slots, wide))) == 4
+    assert len(list(late._pairs(slots, np.zeros((4, SIZE), np.uint8)))) == 1
 
 
 def test_only_slots_on_a_device_are_lent_as_such(late: HbmTier) -> None:

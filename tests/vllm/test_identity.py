@@ -436,3 +436,13 @@ def test_encoders_and_old_engines_are_refused(model: Path) -> None:
     config.model_config.is_encoder_decoder = True
     with pytest.raises(ConfigError, match="encoder-decoder"):
         refuse(config, cache)
+
+
+def test_sleep_mode_is_refused(model: Path) -> None:
+    """What sleeps gives up the memory of the KV cache, while it may be copied."""
+    config = configure(model)
+    cache = caches(config)
+    refuse(config, cache)
+    config.model_config.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match="start without it"):
+        refuse(config, cache)

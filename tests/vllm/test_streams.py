@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -88,6 +88,43 @@ def test_the_engine_goes_on_while_the_streams_do_not(model: Path, late: LateDevi
         assert llm.reset_prefix_cache()
         (again,) = generate(llm, [OTHER])
         assert (again.tokens, again.cached) == (tokens, len(OTHER))
+
+
+def test_memory_is_ready_before_the_engine_is(model: Path, late: LateDevice) -> None:
+    """Locking pages later would break the capture of graphs, and hold up what runs."""
+    with engine(model, connector([dram()])):
+        (tier,) = worker().tiers
+        assert tier.wait_ready(0.0)
+        ring = worker()._cache.staging._host
+        assert len(ring._free) == ring._made == ring._size
+
+
+def test_copies_wait_for_the_steps_before_and_not_for_this_one(
+    model: Path, late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM starts loads behind the step's computation, where a new fence would wait for it."""
+    seen: list[str] = []
+    with engine(model, connector([dram()])) as llm:
+        runner = core(llm).model_executor.driver_worker.worker.model_runner
+        for owner, name in (
+            (worker(), "mark"),
+            (worker(), "begin"),
+            (late, "mark"),
+            (runner, "_model_forward"),
+        ):
+            real = getattr(owner, name)
+
+            def watched(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+                seen.append(name)
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, watched)
+        generate(llm, [PROMPT], 80)  # what is computed is saved while more is
+    steps = " ".join(seen).split("begin")
+    saving = [step.split() for step in steps if "mark mark" in step]
+    assert saving
+    assert all(step in (["mark", "mark", "_model_forward"], ["mark", "mark"]) for step in saving)
+    assert any("_model_forward" in step for step in saving)
 
 
 def ask(llm: LLM, name: str, prompt: list[int]) -> str:

@@ -10,7 +10,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from tieredkv.device import Device, Event, Way, as_tensor, copy_pairs, host_tensor
+from tieredkv.device import (
+    Device,
+    Event,
+    Way,
+    as_tensor,
+    carry_out,
+    copy_pairs,
+    device_tensor,
+    host_tensor,
+)
 from tieredkv.staging import Ring, Staging
 from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import runs
@@ -65,15 +74,20 @@ class StreamCopies:
         self._item = _widest(segments)
         self._wide = [segment.view(self._item) for segment in segments]
         self._streams, self._staging = streams, staging
-        new = partial(_Ids, chunks * per_chunk, segments[0].device)
+        new = partial(_Ids, chunks * per_chunk, segments[0].device, streams)
         self._ids = Ring(new, users)
+        if len(segments) > 1:
+            staging.add_device(segments[0].device)
+            self._ids.fill()
 
     def copy(self, way: Way, rows: Rows, buffers: BlockBuffers, fence: Event | None) -> None:
-        """Wait for `fence` on the device, and here until the bytes are there; `buffers` of the
-        host, or tensors of the device.
+        """Wait for `fence`, and until the bytes are there; `buffers` of the host, or tensors of the
+        device.
 
-        Raises RuntimeError if the device fails.
+        Raises RuntimeError if the device fails, NoStaging.
         """
+        if fence is not None:
+            fence.synchronize()
         tensors = [as_tensor(buffer) for buffer in buffers]
         with ExitStack() as held:
             if len(self._segments) == 1:
@@ -85,7 +99,7 @@ class StreamCopies:
                 if not isinstance(buffers[0], torch.Tensor):
                     stage = held.enter_context(self._staging.take(len(rows), device=True))
                 work = partial(self._collect, way, rows, tensors, stage, ids)
-            self._streams.run(way, work, fence).synchronize()
+            carry_out(self._streams, way, work)
 
     @torch.inference_mode()  # the engine's tensors may be made in it, and then refuse others
     def _rows(self, way: Way, rows: Rows, tensors: Sequence[torch.Tensor]) -> None:
@@ -139,8 +153,8 @@ class StreamCopies:
 class _Ids:
     """Numbers of engine blocks on their way to the device. Of one user at a time."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.there = torch.empty(size, dtype=torch.int64, device=device)
+    def __init__(self, size: int, device: torch.device, streams: Device) -> None:
+        self.there = device_tensor((size,), torch.int64, device, streams)
         self._here = host_tensor(size, torch.int64, device)
         self._count = 0
 

@@ -169,6 +169,11 @@ def _unsupported_model(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
 
 
 def _unsupported_setting(vllm_config: VllmConfig) -> Iterator[str]:
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        yield (
+            "enable_sleep_mode takes the memory away that blocks are copied from and to; "
+            "start without it"
+        )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if algorithm not in _HASHES:
         yield (

@@ -45,11 +45,10 @@ class PagedCache:
         self.chunk_bytes = per_chunk * sum(segment.shape[1] for segment in segments)
         self.part = max(1, batch // self.chunk_bytes)
         """Chunks that are copied at once."""
-        device = segments[0].device
-        self._streams = streams or streams_of(device)
+        self.device = segments[0].device
+        self._streams = streams or streams_of(self.device)
         self.on_device = self._streams is not None
-        memory = device if self.on_device else None
-        self.staging = Staging(self.chunk_bytes, self.part, users, memory)
+        self.staging = Staging(self.chunk_bytes, self.part, users)
         self._copies: HostCopies | StreamCopies = (
             HostCopies(segments, per_chunk)
             if self._streams is None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorMetadata,
     KVConnectorRole,
 )
 
@@ -58,6 +59,12 @@ class TieredKVConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         assert self.worker is not None
         self.worker.register(kv_caches.values(), self._geometry.blocks, self._geometry.block)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert self.worker is not None
+        assert isinstance(connector_metadata, StepMetadata)
+        super().bind_connector_metadata(connector_metadata)
+        self.worker.mark(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self.worker is not None

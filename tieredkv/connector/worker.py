@@ -14,14 +14,18 @@ from tieredkv.build_pool import pool_identity
 from tieredkv.config import Config
 from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.connector.wire import Hello, Job, Load, Outcomes, Report, StepMetadata, WorkerMetadata
+from tieredkv.device import Event
 from tieredkv.executor import DaemonExecutor
 from tieredkv.mover import Mover, Transfer
 from tieredkv.tiers.base import Tier
+from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
 from tieredkv.types import Fingerprint, Outcome
 
 log = logging.getLogger(__name__)
+
+PINNING = 600.0  # seconds until an engine starts with memory that is not page-locked
 
 
 @dataclass(slots=True)
@@ -92,6 +96,9 @@ class Worker:
         self._invalid: set[int] = set()
         self._store_failed = False
         self._hello: Hello | None = None
+        self._fence: Event | None = None
+        """Behind the computations of the steps before this one, which have written what is saved
+        and read what is loaded over."""
 
     def register(self, tensors: Iterable[Any], num_blocks: int, block_tokens: int) -> None:
         """Take the engine's KV tensors (they stay its own) and open the tiers.
@@ -109,9 +116,8 @@ class Worker:
         )
         size = self._cache.chunk_bytes
         self.tiers = build_tiers(config, self._directory, size, self._identity, self._ranks)
-        for tier in self.tiers:
-            if isinstance(tier, NvmeTier) and tier.device and self._cache.on_device:
-                tier.register(self._cache.staging.memory)
+        if self._cache.on_device:
+            self._prepare_device()
         # Queues need no bound of their own: whatever is queued holds engine blocks.
         bound = max(1, num_blocks) * size
         executor = DaemonExecutor(threads, "tieredkv-mover")
@@ -129,18 +135,35 @@ class Worker:
             ", ".join(f"{tier.name} {tier.slots} slots" for tier in self.tiers),
         )
 
+    def _prepare_device(self) -> None:
+        """Take and lock all memory now: the engine is about to capture graphs, which such calls
+        break, and then to serve, which they hold up."""
+        staging = self._cache.staging
+        staging.fill()
+        deadline = time.monotonic() + PINNING
+        for tier in self.tiers:
+            if isinstance(tier, NvmeTier) and tier.device:
+                staging.add_device(self._cache.device)
+                tier.register(staging.memory)
+            if isinstance(tier, DramTier) and not tier.wait_ready(deadline - time.monotonic()):
+                log.warning("tier %s is not page-locked after %g s", tier.name, PINNING)
+                tier.give_up_pinning()
+
     # -- one step -------------------------------------------------------------------------
+
+    def mark(self, step: StepMetadata) -> None:
+        """The engine has queued what comes before this step's computation."""
+        self._fence = self._cache.fence() if step.loads or step.jobs else None
 
     def begin(self, step: StepMetadata) -> None:
         """Start the step's jobs; return once loads that the step waits for have settled."""
         for request in step.cancelled:
             if request in self._loading:
                 self._loading[request].cancelled = True
-        fence = self._cache.fence() if step.loads or step.jobs else None
         waited = []
         for load in step.loads:
             deadline = time.monotonic() + self._config.connector.load_deadline
-            parts = [self._prepare(job, fence) for job in load.jobs]
+            parts = [self._prepare(job) for job in load.jobs]
             loading = Loading(load, deadline, parts, {job.id for job in load.jobs})
             with self._lock:
                 self._loading[load.request] = loading
@@ -150,7 +173,7 @@ class Worker:
                 waited.append(loading)
         deadline = time.monotonic() + self._config.mover.put_deadline
         for job in step.jobs:
-            _, transfer, blocks = self._prepare(job, fence)
+            _, transfer, blocks = self._prepare(job)
             if job.blocks is not None:
                 self._saving[job.id] = Saving(deadline, transfer, blocks)
             self._start(transfer, load=False)
@@ -211,10 +234,10 @@ class Worker:
 
     # -- jobs -----------------------------------------------------------------------------
 
-    def _prepare(self, job: Job, fence: Any) -> tuple[Job, Transfer, PagedBlocks]:
+    def _prepare(self, job: Job) -> tuple[Job, Transfer, PagedBlocks]:
         """A transfer of the job, in which the engine's blocks are one tier more."""
         move, tiers = job.move, self.tiers
-        blocks = PagedBlocks(self._cache, job.blocks or [], fence)
+        blocks = PagedBlocks(self._cache, job.blocks or [], self._fence)
         if job.blocks is not None:
             here, chunks = len(tiers), list(range(len(move)))
             tiers = [*tiers, blocks]

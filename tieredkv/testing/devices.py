@@ -6,9 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
-from tieredkv.device import Event, Way
+from tieredkv.device import WAYS, Way
 
 DEADLINE = 60.0
 
@@ -34,35 +33,30 @@ class LateEvent:
         self._done.set()
 
 
-class _Work(NamedTuple):
-    work: Callable[[], object]
-    after: Any
-    event: LateEvent
-
-
 class LateStream:
     """Runs what is queued in order, each piece `delay` seconds after the one before it."""
 
     def __init__(self, delay: float) -> None:
         self.delay = delay
-        self._queue: deque[_Work | None] = deque()
+        self._queue: deque[tuple[Callable[[], object], LateEvent] | None] = deque()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="late-stream", daemon=True)
         self._thread.start()
 
-    def queue(self, work: Callable[[], object], after: Event | None = None) -> LateEvent:
-        item = _Work(work, after, LateEvent())
-        with self._changed:
-            self._queue.append(item)
-            self._changed.notify()
-        return item.event
+    def queue(self, work: Callable[[], object]) -> LateEvent:
+        event = LateEvent()
+        self._add((work, event))
+        return event
 
     def close(self) -> None:
         """Run what is queued, then end."""
-        with self._changed:
-            self._queue.append(None)
-            self._changed.notify()
+        self._add(None)
         self._thread.join(DEADLINE)
+
+    def _add(self, item: tuple[Callable[[], object], LateEvent] | None) -> None:
+        with self._changed:
+            self._queue.append(item)
+            self._changed.notify()
 
     def _run(self) -> None:
         while True:
@@ -72,14 +66,13 @@ class LateStream:
                 item = self._queue.popleft()
             if item is None:
                 return
+            work, event = item
+            time.sleep(self.delay)
             try:
-                if item.after is not None:
-                    item.after.synchronize()
-                time.sleep(self.delay)
-                item.work()
+                work()
             except BaseException as error:
-                item.event.error = error
-            item.event.set()
+                event.error = error
+            event.set()
 
 
 class LateDevice:
@@ -92,13 +85,21 @@ class LateDevice:
 
     def __init__(self, delay: float = 0.005) -> None:
         self.compute = LateStream(delay)
-        self._streams = {"in": LateStream(delay), "out": LateStream(delay)}
+        self._streams = {way: LateStream(delay) for way in WAYS}
 
     def mark(self) -> LateEvent:
         return self.compute.queue(lambda: None)
 
-    def run(self, way: Way, work: Callable[[], object], after: Event | None = None) -> LateEvent:
-        return self._streams[way].queue(work, after)
+    def run(self, way: Way, work: Callable[[], object]) -> LateEvent:
+        return self._streams[way].queue(work)
+
+    def drain(self, way: Way) -> None:
+        self._streams[way].queue(lambda: None).synchronize()
+
+    def slow_down(self, delay: float) -> None:
+        """Seconds from now on."""
+        for stream in (self.compute, *self._streams.values()):
+            stream.delay = delay
 
     def close(self) -> None:
         for stream in (self.compute, *self._streams.values()):

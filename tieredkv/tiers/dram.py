@@ -83,17 +83,22 @@ class DramTier:
         self._preparation.join(timeout)
         return not self._preparation.is_alive()
 
+    def give_up_pinning(self) -> None:
+        """Let `wait_ready` come to its end: no page is touched or locked from now on, but for a
+        call of CUDA's that is under way."""
+        self._stop.set()
+
     def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
         check_batch(batch, sources, self.block_bytes, self._slots)
         if len(batch) and on_device(sources[0]):
-            return self._cross("out", batch, sources)
+            return self._cross("out", batch, sources, Outcome.FAILED)
         self._pool.run(copy_in, self._slab.rows, batch.slots, sources)
         return [Outcome.OK] * len(batch)
 
     def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
         check_batch(batch, targets, self.block_bytes, self._slots)
         if len(batch) and on_device(targets[0]):
-            return self._cross("in", batch, targets)
+            return self._cross("in", batch, targets, Outcome.BUSY)
         self._pool.run(copy_out, self._slab.rows, batch.slots, targets)
         return [Outcome.OK] * len(batch)
 
@@ -114,13 +119,16 @@ class DramTier:
             self.pinned = False
         self._slab.close()
 
-    def _cross(self, way: Way, batch: Batch, tensors: BlockBuffers) -> list[Outcome]:
-        """Between device and slab; an error of the device fails the batch, it does not raise."""
+    def _cross(
+        self, way: Way, batch: Batch, tensors: BlockBuffers, failed: Outcome
+    ) -> list[Outcome]:
+        """Between device and slab; an error of the device is the outcome of all blocks. (When they
+        were read it says nothing about them.)"""
         try:
             copy_blocks(way, tensors, [self._slab.rows[slot] for slot in batch.slots])
         except RuntimeError:
             log.exception("tier %s: copy of %d blocks failed", self.name, len(batch))
-            return [Outcome.FAILED] * len(batch)
+            return [failed] * len(batch)
         return [Outcome.OK] * len(batch)
 
     def _prepare(self) -> None:

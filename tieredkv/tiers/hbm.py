@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tieredkv.buffers import check_batch
-from tieredkv.device import Device, Way, as_tensor, copy_pairs, streams_of
+from tieredkv.device import (
+    Device,
+    Way,
+    as_tensor,
+    carry_out,
+    copy_pairs,
+    device_tensor,
+    streams_of,
+)
 from tieredkv.errors import ConfigError
 from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.slab import Slab, copy_in, copy_out, runs, slot_count
@@ -56,14 +64,15 @@ class HbmTier:
         self.block_bytes = block_bytes
         self._slab: Slab | None = None
         target = _device(name, device)
-        self._streams = streams or streams_of(target)
-        if self._streams is None:
-            log.warning("hbm tier runs on cpu: %s", _why_cpu(device))
-            self._slab = Slab(self._slots, block_bytes)
-            self.tensor = torch.from_numpy(self._slab.rows)
-            return
         try:
-            self.tensor = torch.empty((self._slots, block_bytes), dtype=torch.uint8, device=target)
+            self._streams = streams or streams_of(target)
+            if self._streams is None:
+                log.warning("hbm tier runs on cpu: %s", _why_cpu(device))
+                self._slab = Slab(self._slots, block_bytes)
+                self.tensor = torch.from_numpy(self._slab.rows)
+                return
+            shape = (self._slots, block_bytes)
+            self.tensor = device_tensor(shape, torch.uint8, target, self._streams)
         except RuntimeError as error:
             raise ConfigError(
                 f"tier {name}: {capacity} bytes cannot be had on {target} ({error}); "
@@ -82,14 +91,14 @@ class HbmTier:
     def write(self, batch: Batch, sources: BlockBuffers) -> list[Outcome]:
         check_batch(batch, sources, self.block_bytes, self._slots)
         if self._slab is None:
-            return self._on_stream("in", batch, sources)
+            return self._on_stream("in", batch, sources, Outcome.FAILED)
         copy_in(self._slab.rows, batch.slots, sources, 0, len(batch))
         return [Outcome.OK] * len(batch)
 
     def read(self, batch: Batch, targets: BlockBuffers) -> list[Outcome]:
         check_batch(batch, targets, self.block_bytes, self._slots)
         if self._slab is None:
-            return self._on_stream("out", batch, targets)
+            return self._on_stream("out", batch, targets, Outcome.BUSY)
         copy_out(self._slab.rows, batch.slots, targets, 0, len(batch))
         return [Outcome.OK] * len(batch)
 
@@ -106,22 +115,25 @@ class HbmTier:
         if self._slab is not None:
             self._slab.close()
 
-    def _on_stream(self, way: Way, batch: Batch, buffers: BlockBuffers) -> list[Outcome]:
-        """Copy and wait for it; an error of the device fails the batch, it does not raise."""
+    def _on_stream(
+        self, way: Way, batch: Batch, buffers: BlockBuffers, failed: Outcome
+    ) -> list[Outcome]:
+        """Copy and wait for it; an error of the device is the outcome of all blocks. (When they
+        were read it says nothing about them.)"""
         assert self._streams is not None
         pairs = list(self._pairs(batch.slots, buffers))
         try:
-            self._streams.run(way, partial(copy_pairs, way, pairs)).synchronize()
+            carry_out(self._streams, way, partial(copy_pairs, way, pairs))
         except RuntimeError:
             log.exception("tier %s: copy of %d blocks failed", self.name, len(batch))
-            return [Outcome.FAILED] * len(batch)
+            return [failed] * len(batch)
         return [Outcome.OK] * len(batch)
 
     def _pairs(
         self, slots: Sequence[int], buffers: BlockBuffers
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A pair per copy: one for each run of neighbours on both sides."""
-        if isinstance(buffers, np.ndarray):
+        if isinstance(buffers, np.ndarray) and buffers.flags.c_contiguous:
             for i, slot, n in runs(slots, 0, len(slots)):
                 yield self.tensor[slot : slot + n], as_tensor(buffers[i : i + n])
         else:

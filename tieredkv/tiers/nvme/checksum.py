@@ -18,13 +18,15 @@ from typing import Any, cast
 import numpy as np
 import xxhash
 
-from tieredkv.device import host_tensor, on_stream
+from tieredkv.device import device_tensor, host_tensor, on_stream, streams_of
 from tieredkv.errors import BlockSizeError
 from tieredkv.tiers.base import BlockBuffer
 
 XXH3_64 = 1
 NH_64 = 2
 WORDS = 1 << 15  # that the host adds up at once: their intermediate results stay in its caches
+PIECE = 1 << 19  # pairs of words that a device adds up at once: 12 MiB of scratch memory
+AT_ONCE = 16  # blocks
 LOW = 0xFFFF_FFFF
 BITS_64 = (1 << 64) - 1
 
@@ -36,8 +38,10 @@ class Checksums:
         """`seed`: 8 bytes."""
         self._seed, self._block_bytes = seed, block_bytes
         self._number = int.from_bytes(seed, "little")
-        self._on_device: dict[Any, Any] = {}
-        self._moving = threading.Lock()
+        self.kinds: tuple[int, ...] = (XXH3_64,) if block_bytes % 8 else (XXH3_64, NH_64)
+        """Those that a block of this size may have."""
+        self._devices: dict[Any, _OnDevice] = {}
+        self._adding = threading.Lock()
 
     def of(self, kind: int, block: BlockBuffer) -> int:
         """Of a block of host memory.
@@ -59,19 +63,15 @@ class Checksums:
 
         Raises RuntimeError if the device fails.
         """
-        import torch
-
-        keys = self._device_keys(blocks[0].device)
-        sums = host_tensor(len(blocks), torch.int64, keys.device)
-
-        def work() -> None:
-            for i, block in enumerate(blocks):
-                words = block.view(torch.int64)
-                even, odd = (words + keys) & LOW, ((words >> 32) + (keys >> 32)) & LOW
-                sums[i].copy_((even * odd).sum(), non_blocking=True)
-
-        on_stream("out", blocks[0].device, work)
-        return [total & BITS_64 for total in sums.tolist()]
+        device = blocks[0].device
+        with self._adding:
+            if device not in self._devices:
+                self._devices[device] = _OnDevice(self._keys, device)
+            there = self._devices[device]
+            sums: list[int] = []
+            for at in range(0, len(blocks), AT_ONCE):
+                sums += there.sums(blocks[at : at + AT_ONCE])
+        return sums
 
     @functools.cached_property
     def _keys(self) -> Any:
@@ -79,11 +79,45 @@ class Checksums:
         stream = hashlib.shake_128(self._seed).digest(self._block_bytes)
         return np.frombuffer(stream, "<u4")
 
-    def _device_keys(self, device: Any) -> Any:
+
+class _OnDevice:
+    """Keys and scratch memory on a device: nothing is allocated for a sum. Of one user at a time,
+    whom others wait for no longer than it takes to add up some MiB."""
+
+    def __init__(self, keys: Any, device: Any) -> None:
         import torch
 
-        with self._moving:
-            if device not in self._on_device:
-                keys = torch.from_numpy(self._keys.view("<i8").copy())
-                self._on_device[device] = keys.to(device)
-            return self._on_device[device]
+        self._device = device
+        streams = streams_of(device)
+        pairs = len(keys) // 2
+        self._keys = device_tensor((pairs,), torch.int64, device, streams)
+        self._keys.copy_(torch.from_numpy(keys.view("<i8").copy()))
+        piece = min(PIECE, pairs)
+        self._scratch = device_tensor((3, piece), torch.int64, device, streams)
+        shape = (AT_ONCE, -(-pairs // piece))
+        self._parts = device_tensor(shape, torch.int64, device, streams)
+        self._totals = device_tensor((AT_ONCE,), torch.int64, device, streams)
+        self._here = host_tensor(AT_ONCE, torch.int64, device)
+
+    def sums(self, blocks: Sequence[Any]) -> list[int]:
+        """Of AT_ONCE blocks at most."""
+        on_stream("check", self._device, functools.partial(self._work, blocks))
+        return [total & BITS_64 for total in self._here[: len(blocks)].tolist()]
+
+    def _work(self, blocks: Sequence[Any]) -> None:
+        import torch
+
+        size = self._scratch.shape[1]
+        with torch.inference_mode():
+            for block, parts in zip(blocks, self._parts, strict=False):
+                # a caller's own tensor may begin anywhere
+                words = (block.clone() if block.storage_offset() % 8 else block).view(torch.int64)
+                pieces = zip(words.split(size), self._keys.split(size), strict=True)
+                for (word, key), part in zip(pieces, parts, strict=True):
+                    even, odd, high = self._scratch[:, : len(word)]
+                    torch.add(word, key, out=even).bitwise_and_(LOW)
+                    torch.bitwise_right_shift(key, 32, out=high)
+                    torch.bitwise_right_shift(word, 32, out=odd).add_(high).bitwise_and_(LOW)
+                    torch.sum(even.mul_(odd), 0, out=part)
+            totals = torch.sum(self._parts[: len(blocks)], 1, out=self._totals[: len(blocks)])
+            self._here[: len(blocks)].copy_(totals, non_blocking=True)

@@ -35,7 +35,7 @@ Sum = tuple[int, int]
 
 
 class NvmeTier:
-    """Slots in segment files; implements `tieredkv.tiers.base.Tier`.
+    """Slots in segment files; implements `tieredkv.tiers.base.DeviceTier`.
 
     A write returns OK once payload and slot header survive a power loss. A read returns OK
     only for the bytes written under that key, generation and epoch, checksum verified. In a
@@ -123,14 +123,11 @@ class NvmeTier:
         One contiguous torch tensor, which is kept alive. Where that fails, which is logged, its
         blocks are moved all the same. Only where `device` is True.
         """
-        engine = cast(Any, self._engine)
         try:
-            engine.register(memory)
+            cast(Any, self._engine).register(memory)
         except OSError as error:
             log.warning(
-                "tier %s: device memory is not registered, and moved by copies (%s)",
-                self.name,
-                error,
+                "tier %s: device memory is not registered (%s): more copies", self.name, error
             )
 
     @property
@@ -187,9 +184,8 @@ class NvmeTier:
             sums = self._expected(segment, segment_slots, batch)
             good = [item for item in segment_slots if item[0] in sums]
             if device:
-                foreign = [item for item in good if sums[item[0]][0] != NH_64]
+                self._read_by_host(segment, good, targets, sums, outcomes)
                 good = [item for item in good if sums[item[0]][0] == NH_64]
-                self._read_by_host(segment, foreign, targets, sums, outcomes)
             done = self._copy(self._transfer.read, segment, good, targets, outcomes)
             self._judge(done, targets, sums, outcomes)
         self._count("read", outcomes)
@@ -204,8 +200,10 @@ class NvmeTier:
                 outcomes += self.read(Batch([slot], [key], [number], batch.epoch), [target])
         return outcomes
 
-    def views(self, slots: Sequence[int]) -> list[memoryview] | None:
+    def views(self, slots: Sequence[int]) -> None:
         return None
+
+    device_views = views
 
     def close(self) -> None:
         if not self._closed:
@@ -276,19 +274,20 @@ class NvmeTier:
         sums: dict[int, Sum],
         outcomes: list[Outcome],
     ) -> None:
-        """Blocks for a device, of a kind that only the host can verify, one after the other."""
+        """Those for a device that only the host can verify, one after the other."""
+        foreign = [item for item in slots if sums[item[0]][0] != NH_64]
         with self._transfer.bounce() as memory:
             block = memory[: self.block_bytes]
-            for position, slot in slots:
+            for position, slot in foreign:
                 here = {position: block}
-                item = [(position, slot)]
-                done = self._copy(self._transfer.read, segment, item, here, outcomes)
+                done = self._copy(self._transfer.read, segment, [(position, slot)], here, outcomes)
                 self._judge(done, here, sums, outcomes)
                 if outcomes[position] is Outcome.OK:
                     try:
                         copy_blocks("in", [targets[position]], [block])
                     except RuntimeError as error:
-                        outcomes[position] = self._failure(error)
+                        self.last_error = str(error)
+                        outcomes[position] = Outcome.BUSY
 
     def _judge(
         self,
@@ -335,7 +334,7 @@ class NvmeTier:
         """(kind, checksum) of those positions whose slot header is the right one."""
         sums: dict[int, Sum] = {}
         for position, slot in slots:
-            for kind in (XXH3_64, NH_64) if slot < segment.slots else ():
+            for kind in self._checksums.kinds if slot < segment.slots else ():
                 found = segment.checksum(slot, self._identity(batch, position, kind))
                 if found is not None:
                     sums[position] = kind, found
@@ -354,9 +353,10 @@ class NvmeTier:
             try:
                 found = self._checksums.on_device([blocks[position] for position in positions])
                 sums = dict(zip(positions, found, strict=True))
-            except RuntimeError as error:
+            except RuntimeError as error:  # which says nothing about the blocks
+                self.last_error = str(error)
                 for position in positions:
-                    outcomes[position] = self._failure(error)
+                    outcomes[position] = Outcome.BUSY
             return sums
         for position in positions:
             try:
