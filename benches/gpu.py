@@ -30,13 +30,14 @@ from benches.world import random_keys
 from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.errors import TieredKVError
 from tieredkv.executor import DaemonExecutor
-from tieredkv.mover import Mover, Transfer
+from tieredkv.mover import Mover
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier
 from tieredkv.tiers.nvme.checksum import Checksums
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
+from tieredkv.transfer import Transfer
 from tieredkv.types import Batch, Fingerprint, Move, Outcome
 
 MIB = 1 << 20

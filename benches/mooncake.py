@@ -34,12 +34,13 @@ from benches.world import random_keys
 from tieredkv.buffers import RevocableViews
 from tieredkv.config import MoverConfig
 from tieredkv.executor import DaemonExecutor
-from tieredkv.mover import Mover, Transfer
+from tieredkv.mover import Mover
 from tieredkv.tiers.base import Bytes
 from tieredkv.tiers.mooncake.client import PoolClient
 from tieredkv.tiers.mooncake.processes import LOCALHOST, Master, Owner
 from tieredkv.tiers.mooncake.tier import MooncakeTier
 from tieredkv.tiers.slab import Slab
+from tieredkv.transfer import Transfer
 from tieredkv.types import Move, Outcome
 
 MIB = 1 << 20

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 from tieredkv.buffers import Blocks, RevocableViews
 from tieredkv.engine import Engine
-from tieredkv.mover import Transfer
 from tieredkv.planner.plans import PutPlan
+from tieredkv.transfer import Transfer
 from tieredkv.types import Move, Outcome, Turn
 
 PATIENCE = 60.0  # seconds for an answer, which comes earlier in any case

@@ -16,10 +16,11 @@ from tieredkv.config import MoverConfig
 from tieredkv.control import Control
 from tieredkv.index.durable import DurableIndex
 from tieredkv.metrics import Metrics
-from tieredkv.mover import Done, Mover, Transfer
+from tieredkv.mover import Mover
 from tieredkv.planner import Planner
 from tieredkv.staging import Staging
 from tieredkv.tiers.base import SharedCatalogue, Tier
+from tieredkv.transfer import Done, Transfer
 from tieredkv.types import Clock, Move, Outcome
 
 log = logging.getLogger(__name__)

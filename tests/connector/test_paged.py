@@ -19,12 +19,12 @@ import torch
 from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.device import Way
 from tieredkv.errors import BlockSizeError, ConfigError, UsageError
-from tieredkv.mover import Transfer
 from tieredkv.staging import NoStaging, Ring, Staging
 from tieredkv.testing import LateDevice, LatencyTier
 from tieredkv.testing.devices import LateEvent
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier
+from tieredkv.transfer import Transfer
 from tieredkv.types import Batch, Move, Outcome
 
 OK, BUSY, FAILED = Outcome.OK, Outcome.BUSY, Outcome.FAILED

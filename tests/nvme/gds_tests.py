@@ -23,7 +23,6 @@ from tests.nvme.world import FP, MIB, batch, flip, get, opened, put, segment_fil
 from tests.pretender import pretend
 from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.errors import BlockSizeError, DirectoryError, UsageError
-from tieredkv.mover import Transfer
 from tieredkv.staging import Ring
 from tieredkv.testing import LateDevice
 from tieredkv.tiers.base import Tier
@@ -34,6 +33,7 @@ from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.gds import THREADS, GdsEngine
 from tieredkv.tiers.nvme.segment import identity
 from tieredkv.tiers.nvme.tier import NvmeTier
+from tieredkv.transfer import Transfer
 from tieredkv.types import Batch, Move, Outcome
 
 PAGE = 4096
@@ -401,7 +401,7 @@ def test_a_device_that_fails_says_nothing_about_the_blocks(
         assert tier.write(b, device_rows(sources(b, PAGE))) == [Outcome.BUSY] * 2
         assert "illegal memory access" in str(tier.last_error)
         assert get(tier, [1, 2]) == [Outcome.OK] * 2
-        monkeypatch.setattr("tieredkv.tiers.nvme.tier.copy_blocks", fail)
+        monkeypatch.setattr("tieredkv.tiers.nvme.payloads.copy_blocks", fail)
         assert tier.read(batch([0]), device_rows([bytes(PAGE)])) == [Outcome.BUSY]
 
 

@@ -18,9 +18,10 @@ from tieredkv.engine import Parts
 from tieredkv.index.durable import DurableIndex
 from tieredkv.index.record import Deletion, Piece
 from tieredkv.metrics import Metrics
-from tieredkv.mover import Mover, Transfer
+from tieredkv.mover import Mover
 from tieredkv.testing import StepExecutor
 from tieredkv.tiers.base import BlockBuffers, Tier
+from tieredkv.transfer import Transfer
 from tieredkv.types import Batch, Clock, Outcome
 
 SIZE = 64

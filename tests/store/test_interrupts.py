@@ -25,8 +25,8 @@ from tests.store.world import (
 )
 from tieredkv import Outcome, TieredKVStore, Turn
 from tieredkv.index.environment import TransactionFailed
-from tieredkv.mover import Transfer
 from tieredkv.testing import Fault, FaultyTier, Gate, ManualClock
+from tieredkv.transfer import Transfer
 
 OK, MISSING, BUSY = Outcome.OK, Outcome.MISSING, Outcome.BUSY
 ROOMY = 4 << 20

@@ -13,9 +13,10 @@ from tests.store.world import chain, payload
 from tieredkv import Outcome
 from tieredkv.buffers import view_blocks
 from tieredkv.executor import DaemonExecutor
-from tieredkv.mover import Mover, Transfer
+from tieredkv.mover import Mover
 from tieredkv.staging import Staging
 from tieredkv.testing import ManualClock
+from tieredkv.transfer import Transfer
 from tieredkv.types import Batch, Move
 
 

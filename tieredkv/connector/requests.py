@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tieredkv.config import ConnectorConfig
 from tieredkv.types import Turn
 
-if TYPE_CHECKING:
-    from tieredkv.connector.sharing import Inquiry
-
 TOOL = "tool_use"
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """A question about the chunks of a request that are not known here."""
+
+    keys: Sequence[bytes]
+    """The request's chain."""
+    known: int
+    """Chunks of it that were known."""
+    question: Any
+    """As of `SharedCatalogue.ask`; None once it is answered."""
 
 
 @dataclass(slots=True)

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from tieredkv.connector.requests import Tracked
+from tieredkv.connector.requests import Inquiry, Tracked
 from tieredkv.connector.shipping import Shipping
 
 MOMENT = 0.003
 """Seconds. An answer takes less as a rule, and to come back for it after the engine's next step
 takes ten times as long."""
-
-
-@dataclass(slots=True)
-class Inquiry:
-    """A question about the chunks of a request that are not known here."""
-
-    keys: Sequence[bytes]
-    """The request's chain."""
-    known: int
-    """Chunks of it that were known."""
-    question: Any
-    """As of `SharedCatalogue.ask`; None once it is answered."""
 
 
 def ask(shipping: Shipping, tracked: Tracked) -> None:

@@ -16,11 +16,12 @@ from tieredkv.connector.paged import PagedBlocks, PagedCache
 from tieredkv.connector.wire import Hello, Job, Load, Outcomes, Report, StepMetadata, WorkerMetadata
 from tieredkv.device import Event
 from tieredkv.executor import DaemonExecutor
-from tieredkv.mover import Mover, Transfer
+from tieredkv.mover import Mover
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
+from tieredkv.transfer import Transfer
 from tieredkv.types import Fingerprint, Outcome
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ import xxhash
 from tieredkv.index.damage import sync_directory
 from tieredkv.tiers.nvme.checksum import XXH3_64
 from tieredkv.tiers.nvme.engines import PAGE, Engine
-from tieredkv.tiers.nvme.transfer import read_all, write_all
+from tieredkv.tiers.nvme.slot_io import read_all, write_all
 
 FORMAT = 1
 SEGMENT_MAGIC = b"TKVSEGMT"

@@ -27,7 +27,7 @@ from tieredkv.tiers.nvme.segment import (
     resize,
     round_up,
 )
-from tieredkv.tiers.nvme.transfer import Truncated
+from tieredkv.tiers.nvme.slot_io import Truncated
 
 log = logging.getLogger(__name__)
 

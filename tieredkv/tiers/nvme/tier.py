@@ -6,32 +6,26 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
-from tieredkv.device import copy_blocks, on_device
+from tieredkv.device import on_device
 from tieredkv.errors import BlockSizeError, ClosedError, UsageError
-from tieredkv.tiers.base import BlockBuffer, BlockBuffers
+from tieredkv.tiers.base import BlockBuffers
 from tieredkv.tiers.nvme.checksum import NH_64, XXH3_64, Checksums
 from tieredkv.tiers.nvme.directory import Directory
-from tieredkv.tiers.nvme.engines import Engine, File
-from tieredkv.tiers.nvme.segment import Segment, identity
+from tieredkv.tiers.nvme.engines import Engine
+from tieredkv.tiers.nvme.payloads import Item, Payloads
+from tieredkv.tiers.nvme.segment import Segment
 from tieredkv.tiers.nvme.segments import SegmentSet
 from tieredkv.tiers.nvme.selection import select
-from tieredkv.tiers.nvme.transfer import CALL, Transfer, Truncated
+from tieredkv.tiers.nvme.slot_io import CALL, SlotIo
 from tieredkv.types import Batch, Outcome
 
 log = logging.getLogger(__name__)
-
-Copy = Callable[[File, int, Sequence[BlockBuffer]], None]
-Item = tuple[int, int]
-"""(position in the batch, slot in its segment)"""
-ByPosition: TypeAlias = "BlockBuffers | Mapping[int, BlockBuffer]"
-Sum = tuple[int, int]
-"""(kind, checksum)"""
 
 
 class NvmeTier:
@@ -79,10 +73,7 @@ class NvmeTier:
         self.block_bytes = block_bytes
         self.counters: Counter[str] = Counter()
         """Blocks by what happened, like `write_ok` or `read_corrupt`."""
-        self.last_error: str | None = None
-        """Text of the latest error of the medium."""
         self._directory = directory
-        self._checksums = Checksums(directory.digest[:8], block_bytes)
         self._counting = threading.Lock()
         self._stores_fail = False
         self._closed = False
@@ -98,12 +89,14 @@ class NvmeTier:
             self._engine.close()
             raise
         geometry = self._segments.geometry
-        self._transfer = Transfer(
+        self._io = SlotIo(
             block_bytes,
             geometry.slot_bytes,
             self._engine.alignment,
             getattr(self._engine, "call_bytes", CALL),
         )
+        checksums = Checksums(directory.digest[:8], block_bytes)
+        self._payloads = Payloads(self._io, checksums, block_bytes)
         log.info("tier %s: %s I/O (%s)", name, self.mode, self.mode_reason)
 
     @property
@@ -144,6 +137,11 @@ class NvmeTier:
         """For inspection."""
         return self._segments
 
+    @property
+    def last_error(self) -> str | None:
+        """Text of the latest error of the medium, or of a device."""
+        return self._payloads.last_error
+
     def health(self) -> str | None:
         """What is wrong, None if nothing is."""
         if self._stores_fail:
@@ -157,12 +155,15 @@ class NvmeTier:
         outcomes = [Outcome.FAILED] * len(batch)
         if not self._directory.owned:
             return outcomes
+        kind = NH_64 if self.device else XXH3_64
         written: list[tuple[Segment, int, list[int]]] = []
         for index, segment_slots in self._by_segment(batch):
             segment = self._segments.get_or_create(index)
             if segment is not None:
                 mark = segment.mark()
-                done = self._write_segment(segment, segment_slots, batch, sources, outcomes)
+                done = self._payloads.write(
+                    segment, segment_slots, batch, sources, outcomes, kind=kind
+                )
                 written.append((segment, mark, done))
         for segment, mark, done in written:
             if self._attempt(partial(segment.sync, mark)):
@@ -179,22 +180,15 @@ class NvmeTier:
             return [Outcome.FAILED] * len(batch)
         for index, segment_slots in self._by_segment(batch):
             segment = self._segments.get(index)
-            if segment is None:
-                continue
-            sums = self._expected(segment, segment_slots, batch)
-            good = [item for item in segment_slots if item[0] in sums]
-            if device:
-                self._read_by_host(segment, good, targets, sums, outcomes)
-                good = [item for item in good if sums[item[0]][0] == NH_64]
-            done = self._copy(self._transfer.read, segment, good, targets, outcomes)
-            self._judge(done, targets, sums, outcomes)
+            if segment is not None:
+                self._payloads.read(segment, segment_slots, batch, targets, outcomes, device=device)
         self._count("read", outcomes)
         return outcomes
 
     def verify(self, batch: Batch) -> list[Outcome]:
         """Like `read`, without keeping the bytes."""
         outcomes: list[Outcome] = []
-        with self._transfer.bounce() as memory:
+        with self._io.bounce() as memory:
             target = memory[: self.block_bytes]
             for slot, key, number in zip(batch.slots, batch.keys, batch.generations, strict=True):
                 outcomes += self.read(Batch([slot], [key], [number], batch.epoch), [target])
@@ -244,144 +238,11 @@ class NvmeTier:
             groups.setdefault(slot // table_slots, []).append((position, slot % table_slots))
         yield from groups.items()
 
-    def _write_segment(
-        self,
-        segment: Segment,
-        slots: list[Item],
-        batch: Batch,
-        sources: BlockBuffers,
-        outcomes: list[Outcome],
-    ) -> list[int]:
-        """Write payloads, set headers; returns the positions that only need a sync now."""
-        kind = NH_64 if self.device else XXH3_64
-        slots = [item for item in slots if item[1] < segment.slots]
-        sums = self._sums(kind, [position for position, _ in slots], sources, outcomes)
-        todo = [item for item in slots if item[0] in sums]
-        done = set(self._copy(self._transfer.write, segment, todo, sources, outcomes))
-        headers = [
-            (slot, self._identity(batch, position, kind), sums[position])
-            for position, slot in todo
-            if position in done
-        ]
-        segment.put_headers(headers)
-        return list(done)
-
-    def _read_by_host(
-        self,
-        segment: Segment,
-        slots: list[Item],
-        targets: BlockBuffers,
-        sums: dict[int, Sum],
-        outcomes: list[Outcome],
-    ) -> None:
-        """Those for a device that only the host can verify, one after the other."""
-        foreign = [item for item in slots if sums[item[0]][0] != NH_64]
-        with self._transfer.bounce() as memory:
-            block = memory[: self.block_bytes]
-            for position, slot in foreign:
-                here = {position: block}
-                done = self._copy(self._transfer.read, segment, [(position, slot)], here, outcomes)
-                self._judge(done, here, sums, outcomes)
-                if outcomes[position] is Outcome.OK:
-                    try:
-                        copy_blocks("in", [targets[position]], [block])
-                    except RuntimeError as error:
-                        self.last_error = str(error)
-                        outcomes[position] = Outcome.BUSY
-
-    def _judge(
-        self,
-        positions: list[int],
-        blocks: ByPosition,
-        sums: dict[int, Sum],
-        outcomes: list[Outcome],
-    ) -> None:
-        """Compare what was read with its checksum."""
-        for kind in {sums[position][0] for position in positions}:
-            mine = [position for position in positions if sums[position][0] == kind]
-            for position, found in self._sums(kind, mine, blocks, outcomes).items():
-                good = found == sums[position][1]
-                outcomes[position] = Outcome.OK if good else Outcome.CORRUPT
-
-    def _copy(
-        self,
-        copy: Copy,
-        segment: Segment,
-        slots: list[Item],
-        buffers: ByPosition,
-        outcomes: list[Outcome],
-    ) -> list[int]:
-        """Copy runs of consecutive slots; returns the positions that went well.
-
-        A run that fails is repeated block by block, so that neighbours do not suffer.
-        """
-        done: list[int] = []
-        for run in _runs(slots):
-            try:
-                offset = segment.geometry.offset(run[0][1])
-                copy(segment.file, offset, [buffers[position] for position, _ in run])
-            except (OSError, Truncated, ValueError, BufferError) as error:
-                if len(run) > 1:
-                    for item in run:
-                        done += self._copy(copy, segment, [item], buffers, outcomes)
-                    continue
-                outcomes[run[0][0]] = self._failure(error)
-            else:
-                done += [position for position, _ in run]
-        return done
-
-    def _expected(self, segment: Segment, slots: list[Item], batch: Batch) -> dict[int, Sum]:
-        """(kind, checksum) of those positions whose slot header is the right one."""
-        sums: dict[int, Sum] = {}
-        for position, slot in slots:
-            for kind in self._checksums.kinds if slot < segment.slots else ():
-                found = segment.checksum(slot, self._identity(batch, position, kind))
-                if found is not None:
-                    sums[position] = kind, found
-        return sums
-
-    def _identity(self, batch: Batch, position: int, kind: int) -> bytes:
-        key, generation = batch.keys[position], batch.generations[position]
-        return identity(key, generation, batch.epoch, self.block_bytes, kind)
-
-    def _sums(
-        self, kind: int, positions: list[int], blocks: Any, outcomes: list[Outcome]
-    ) -> dict[int, int]:
-        """Checksums of the blocks at these positions, without those that were taken away."""
-        sums: dict[int, int] = {}
-        if positions and on_device(blocks[positions[0]]):
-            try:
-                found = self._checksums.on_device([blocks[position] for position in positions])
-                sums = dict(zip(positions, found, strict=True))
-            except RuntimeError as error:  # which says nothing about the blocks
-                self.last_error = str(error)
-                for position in positions:
-                    outcomes[position] = Outcome.BUSY
-            return sums
-        for position in positions:
-            try:
-                sums[position] = self._checksums.of(kind, blocks[position])
-            except ValueError as error:
-                outcomes[position] = self._released(error)
-        return sums
-
-    def _failure(self, error: Exception) -> Outcome:
-        if isinstance(error, (ValueError, BufferError)):
-            return self._released(error)
-        self.last_error = str(error)
-        return Outcome.CORRUPT if isinstance(error, Truncated) else Outcome.FAILED
-
-    def _released(self, error: Exception) -> Outcome:
-        """The mover takes its views back at the deadline; anything else is a bug."""
-        if isinstance(error, BlockSizeError):
-            raise error
-        return Outcome.BUSY
-
     def _attempt(self, action: Callable[[], None]) -> bool:
         try:
             action()
         except OSError as error:
-            self.last_error = str(error)
+            self._payloads.last_error = str(error)
             return False
         return True
 
@@ -389,12 +250,3 @@ class NvmeTier:
         with self._counting:
             for outcome, n in Counter(outcomes).items():
                 self.counters[f"{operation}_{outcome}"] += n
-
-
-def _runs(slots: list[Item]) -> Iterator[list[Item]]:
-    """Split at gaps between slot numbers."""
-    start = 0
-    for i in range(1, len(slots) + 1):
-        if i == len(slots) or slots[i][1] != slots[i - 1][1] + 1:
-            yield slots[start:i]
-            start = i

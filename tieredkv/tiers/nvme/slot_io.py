@@ -22,7 +22,7 @@ class Truncated(Exception):
     """The file ends before the bytes that were asked for."""
 
 
-class Transfer:
+class SlotIo:
     """Moves consecutive slots. Thread-safe.
 
     Where the buffers fit the engine's alignment they are handed to the system calls
