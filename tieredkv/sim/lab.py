@@ -7,8 +7,9 @@ it keeps, moves and evicts is therefore what production decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+from tieredkv.buffers import Blocks
 from tieredkv.build import build_planner
 from tieredkv.config import Config
 from tieredkv.core import Core
@@ -58,18 +59,6 @@ class _Index:
         self, puts: list[Piece], deletes: list[Deletion], done: Callable[[bool], None]
     ) -> None:
         done(True)
-
-
-class _Blocks:
-    """Stands for buffers of blocks that have no bytes."""
-
-    block_bytes = 0
-
-    def __init__(self, count: int) -> None:
-        self.buffers = range(count)
-
-    def __len__(self) -> int:
-        return len(self.buffers)
 
 
 class _Core(Core):
@@ -135,8 +124,13 @@ class Lab:
 
     def get(self, keys: Sequence[bytes]) -> None:
         """A request reads the chain."""
-        self.core.get(keys, _Blocks(len(keys)), 0, float("inf"), self._promote)  # type: ignore[arg-type]
+        self.core.get(keys, _blocks(len(keys)), 0, float("inf"), self._promote)
 
     def put(self, keys: Sequence[bytes], start: int, turn: Turn | None) -> list[Outcome]:
         """A request stores `keys[start:]`; outcome per block."""
-        return self.core.put(keys, _Blocks(len(keys) - start), start, turn)  # type: ignore[arg-type]
+        return self.core.put(keys, _blocks(len(keys) - start), start, turn)
+
+
+def _blocks(count: int) -> Blocks:
+    """So many that have no bytes."""
+    return Blocks(cast(Any, range(count)), 0)
