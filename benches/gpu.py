@@ -8,7 +8,8 @@ paged KV cache, through a mover with its threads. In `blocks` every engine block
 The references are one pinned copy of the same bytes, fio on the segment file (nvme by `direct`),
 cuFile's own gdsio where it is installed (nvme by `gds`, else fio too), and a copy inside the
 device (`nh`). Without a GPU the same code runs on the CPU, where it shows that it runs and
-nothing else: metrics end in `.cpu` and have no bar.
+nothing else: metrics end in `.cpu` and have no bar. `nh.host` is the processor's on any machine,
+against XXH3.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tieredkv.mover import Mover
 from tieredkv.tiers.base import Tier
 from tieredkv.tiers.dram import DramTier
 from tieredkv.tiers.hbm import HbmTier
-from tieredkv.tiers.nvme.checksum import Checksums
+from tieredkv.tiers.nvme.checksum import NH_64, XXH3_64, Checksums
 from tieredkv.tiers.nvme.directory import Directory
 from tieredkv.tiers.nvme.tier import NvmeTier
 from tieredkv.transfer import Transfer
@@ -66,6 +67,7 @@ FULL = Size()
 def run(size: Size = FULL) -> Iterator[Result]:
     world = _World(size)
     yield from _hbm(world)
+    yield _nh_by_host(world)
     if world.cuda:
         yield _nh(world)
     for layout in ("blocks", "layers"):
@@ -186,9 +188,20 @@ def _hbm(world: _World) -> Iterator[Result]:
 
 def _nh(world: _World) -> Result:
     sums, rows = Checksums(bytes(8), world.size.block), list(world.there)
-    if sums.on_device(rows[:1]) != [sums.of(2, world.there[0].cpu().numpy())]:
+    if sums.on_device(rows[:1]) != [sums.of(NH_64, world.there[0].cpu().numpy())]:
         raise RuntimeError("nh: device and host differ")
     return world.row("nh", lambda: sums.on_device(rows), world.within, bar=None)
+
+
+def _nh_by_host(world: _World) -> Result:
+    """What the host pays for blocks that a GPU can verify, against the checksum it has else."""
+    sums, block = Checksums(bytes(8), world.size.block), world.host[0].numpy()
+
+    def rate(kind: int) -> float:
+        return block.size / seconds(lambda: sums.of(kind, block)) / 1e9
+
+    pairs = world.size.pairs
+    return compare("gpu.nh.host", "GB/s", lambda: rate(NH_64), lambda: rate(XXH3_64), pairs=pairs)
 
 
 def _dram(world: _World, engine: _Engine, layout: str) -> Iterator[Result]:

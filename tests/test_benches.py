@@ -104,7 +104,9 @@ def test_gpu() -> None:
         for layout in ("blocks", "layers")
         for way in ("save", "load")
     }
-    assert moves | {"gpu.hbm.put", "gpu.hbm.get"} <= {m.removesuffix(".cpu") for m in found}
+    assert moves | {"gpu.hbm.put", "gpu.hbm.get", "gpu.nh.host"} <= {
+        m.removesuffix(".cpu") for m in found
+    }
 
 
 def test_what_gdsio_prints() -> None:
